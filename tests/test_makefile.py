@@ -137,7 +137,7 @@ def test_extra_of_the_environment_is_not_installed(clone: Clone) -> None:
     ],
     ids=["nobody answers", "only an index", "a vulnerability"],
 )
-def test_audit_prints_what_it_could_check(
+def test_audit_prints_the_vulnerabilities_it_finds(
     answers: list[Any], line: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = iter(json.dumps({"dependencies": one}) if isinstance(one, list) else one for one in answers)

@@ -419,7 +419,7 @@ def test_generated_text_steers_no_terminal(cli: Cli, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("code", "fault"), [(53, Fault.CANCELLED), (55, Fault.REFUSED), (41, Fault.DATA), (-9, Fault.NODE)]
 )
-def test_a_submitted_run_ends_with_its_class(code: int, fault: Fault) -> None:
+def test_submitted_run_ends_with_its_failure_class(code: int, fault: Fault) -> None:
     process: Any = SimpleNamespace(wait=lambda: code)
     run: Any = SimpleNamespace(name="gpt")
     with pytest.raises(JobFailed, match="gpt ended with exit code") as failed:
@@ -468,7 +468,7 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     assert "nothing was running" not in said.out
 
 
-def test_logs_of_an_attempt_that_one_trial_lacks_show_the_others(cli: Cli, here: Path) -> None:
+def test_logs_skip_trials_that_lack_the_attempt(cli: Cli, here: Path) -> None:
     claims = [claim_of(trial.config) for trial in trials(read_config(here / "sweep.yaml", []))]
     for one in (*claims, claims[1]):
         attempt_in(Path(one.take().job_id), "hello\n", state="failed", native="ended", exit_codes={})

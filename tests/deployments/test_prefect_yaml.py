@@ -307,7 +307,7 @@ def notice_of(message: str) -> str:
     return str(json.loads(render_user_template_sync(payload, context))["text"])
 
 
-def test_notice_holds_no_command_to_slack_and_is_limited() -> None:
+def test_notice_is_short_text_without_commands_to_slack() -> None:
     text = notice_of("ValueError: <!channel> see <https://evil.example|the log> & retry")
     assert "&lt;!channel&gt; see &lt;https://evil.example|the log&gt; &amp; retry" in text
     assert "<" not in text

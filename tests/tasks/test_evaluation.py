@@ -58,7 +58,7 @@ def test_failed_evaluation_leaves_its_class_and_output(
     assert evaluations(run) == []
 
 
-def test_an_evaluation_of_hours_is_not_repeated_by_itself() -> None:
+def test_long_evaluation_is_not_repeated_automatically() -> None:
     assert evaluate.retries == 0
 
 
@@ -122,7 +122,7 @@ class OutOfMemoryError(RuntimeError):
         (UserError("no such task", fix="name another"), Fault.USER, "no such task; name another"),
     ],
 )
-def test_a_scorer_ends_with_the_class_of_its_error(
+def test_scorer_exits_with_the_class_of_its_error(
     error: Exception, fault: Fault, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> Evaluation:
@@ -135,7 +135,7 @@ def test_a_scorer_ends_with_the_class_of_its_error(
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 
-def test_an_empty_choice_is_named_with_its_task() -> None:
+def test_empty_choice_is_named_with_its_task() -> None:
     requests = [
         SimpleNamespace(request_type="loglikelihood", args=("She said", choice), idx=number, doc_id=1)
         for number, choice in enumerate([" yes", ""])
@@ -144,7 +144,7 @@ def test_an_empty_choice_is_named_with_its_task() -> None:
     assert str(problem).startswith("evaluation.tasks: choice 2 of sample 2 of words is empty; ")
 
 
-def test_a_hub_that_does_not_answer_is_not_asked_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_detected_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port, where nobody listens
     assert not can_reach_hub()
 
@@ -176,7 +176,7 @@ def test_scores_go_on_the_card_of_the_newest_manifest(run: Storage, monkeypatch:
     assert made.files == (FileRecord.of(run.within("final").stat("MODEL_CARD.md")),)
 
 
-def test_what_lies_beside_the_scores_is_none(run: Storage) -> None:
+def test_files_beside_the_scores_are_no_scores(run: Storage) -> None:
     run.write("evaluations/0123456789.log", b"its output\n")
     run.write("evaluations/lease/1.json", b"{}")
     assert evaluations(run) == []

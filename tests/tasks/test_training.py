@@ -231,9 +231,7 @@ def test_nodes_get_the_seconds_that_the_budget_pays(tmp_path: Path) -> None:
     assert programs == [["a.py", "--seconds", seconds] for seconds in ("3600", "1800")]
 
 
-def test_a_checkpoint_is_announced_by_the_leader_with_its_own_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leader_announces_a_checkpoint_with_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row comes when it is written, and the training has done another step meanwhile."""
     announced: list[dict[str, Any]] = []
     monkeypatch.setattr(training, "reach", lambda *_, **facts: announced.append(facts))

@@ -112,7 +112,7 @@ def test_plan_refuses_packages_from_another_place(tmp_path: Path, monkeypatch: p
         ({"name": "pythia-14m"}, 128, None, ""),
     ],
 )
-def test_plan_refuses_experts_and_rows_without_products(
+def test_plan_refuses_experts_or_rows_without_products(
     model: dict[str, str], length: int, code: str | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts from random weights are not balanced; float8 multiplies rows in multiples of 16."""

@@ -209,7 +209,7 @@ CLONE = {"etc/machine-id": "0" * 32, "etc/hostname": "node1"}
     ],
     ids=["same machine", "cloned machine", "containers of one host", "one image on two hosts", "uninitialized"],
 )
-def test_machines_that_are_two_have_two_ids(
+def test_two_machines_have_two_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], others: dict[str, str], *, same: bool
 ) -> None:
     """The jobs of a machine are processes and locks there, which another one cannot see."""

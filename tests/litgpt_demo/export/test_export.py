@@ -131,7 +131,9 @@ def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, t
 
 
 @pytest.mark.parametrize("kind", ["texts", "ids", "mixture"])
-def test_exported_tokenizer_adds_what_the_dataset_has(kind: str, tmp_path: Path, new_run: NewRun, cli: Cli) -> None:
+def test_exported_tokenizer_adds_the_prefix_of_its_dataset(
+    kind: str, tmp_path: Path, new_run: NewRun, cli: Cli
+) -> None:
     """Text gets no BOS, whatever its tokenizer adds elsewhere; ids that begin with one are continued with one."""
     from litgpt import LLM
     from transformers import AutoTokenizer

@@ -259,7 +259,7 @@ def test_git_lfs_pointer_among_weights_is_refused(name: str, tmp_path: Path) -> 
         found(tmp_path)
 
 
-def test_model_of_the_hub_is_pinned_and_fetched_at_the_start(
+def test_model_of_the_hub_is_fetched_at_the_start_as_pinned(
     of_transformers: tuple[Path, ModelConfig, torch.Tensor], monkeypatch: pytest.MonkeyPatch, new_run: NewRun,
     tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -280,7 +280,7 @@ def test_root_that_nodes_do_not_see_is_a_user_error(
         assert "is not there on this node, or cannot be written" in seen.evictions[0]
 
 
-def test_secret_and_odd_root_reach_the_node(slurm: Cluster, tmp_path: Path) -> None:
+def test_node_gets_secrets_below_an_odd_root(slurm: Cluster, tmp_path: Path) -> None:
     (key := tmp_path / "key").touch(mode=0o600)
     key.write_text("it's $HOME")
     (folder := tmp_path / "a %j 'b' $HOME").mkdir()

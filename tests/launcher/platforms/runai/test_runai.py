@@ -224,7 +224,7 @@ def test_a_training_is_posted_once_with_what_it_asks_for_whichever_grant_the_ver
 
 
 @pytest.mark.parametrize(("project", "longer"), [("team-a", "large-"), ("team-a-2", "")])
-def test_a_job_of_a_name_or_project_that_contains_ours_is_let_alone(
+def test_job_whose_name_contains_ours_is_left_alone(
     project: str, longer: str, cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
     """Run:ai's filters match more than they say, as the stand-in's do."""

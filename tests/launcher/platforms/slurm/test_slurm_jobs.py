@@ -409,7 +409,7 @@ def test_second_user_sees_a_running_job(cluster: SlurmCommands, tmp_path: Path) 
     assert len(cluster.live()) == 1
 
 
-def test_second_user_is_referred_to_the_first_where_jobs_are_hidden(cluster: SlurmCommands, tmp_path: Path) -> None:
+def test_second_user_of_hidden_jobs_is_referred_to_the_first(cluster: SlurmCommands, tmp_path: Path) -> None:
     cluster.hides_jobs = True
     _, job_id = submitted(tmp_path)
     cluster.user = "bob"
@@ -594,7 +594,7 @@ def test_a_login_node_is_reached_by_ssh_which_asks_nothing(slurm: Callable[..., 
         platform.check_access()
 
 
-def test_login_node_of_a_record_is_believed_if_the_user_names_it(
+def test_login_node_of_a_record_needs_one_the_user_names(
     slurm: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever can write to the root can have a record name another host."""
