@@ -58,7 +58,7 @@ DATASET_FIELDS = ("root", "data", "workers")
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
-_BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # as a class of settings has its fields
+_BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # Settings does it for its own fields
 
 
 def _writable(depth: int = 4) -> dict[str, Any]:

@@ -18,16 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    JsonValue,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 

@@ -38,10 +38,10 @@ class Child:
 
     def write(self, line: str) -> None:
         """Write it a line."""
-        words = cast(IO[str], self._process.stdin)
+        pipe = cast(IO[str], self._process.stdin)
         with suppress(BrokenPipeError):  # it has ended; `end` raises why
-            words.write(f"{line}\n")
-            words.flush()
+            pipe.write(f"{line}\n")
+            pipe.flush()
 
     def kill(self) -> None:
         """End it at once."""

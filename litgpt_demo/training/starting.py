@@ -152,11 +152,12 @@ def _of_litgpt(origin: Origin, folder: Path) -> tuple[Tensors, set[str]]:
     if isinstance(state, dict):  # `litgpt pretrain` and Lightning have more in it
         state = next((state[key] for key in ("model", "state_dict") if isinstance(state.get(key), dict)), state)
     entries = state if isinstance(state, dict) else {"": state}
-    if foreign := [(name, type(one).__name__) for name, one in entries.items() if not (name and torch.is_tensor(one))]:
-        name, kind = foreign[0]
-        what = f"lit_model.pth of {origin.name} holds a {kind}{f' by the name {name!r}' if name else ''}"
-        raise DataError(f"{what}, and no weights", fix="save the dict of names and tensors alone by torch.save")
-    return {_WRAPPER.sub("", name): one for name, one in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
+    for name, entry in entries.items():
+        if not (name and torch.is_tensor(entry)):
+            kind = type(entry).__name__ + (f" by the name {name!r}" if name else "")
+            what = f"lit_model.pth of {origin.name} holds a {kind}, and no weights"
+            raise DataError(what, fix="save the dict of names and tensors alone by torch.save")
+    return {_WRAPPER.sub("", name): entry for name, entry in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
 
 
 def _theirs(folder: Path) -> Any:

@@ -66,9 +66,8 @@ def test_workers_run_without_root_or_capabilities() -> None:
     image = Path("deployments/Dockerfile").read_text()
     assert image.index("USER 1000\n") > image.index("RUN pip install"), "packages are not the user's to change"
     assert WORKERS["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
-    hardened = {
-        name: value for name, value in unit().items() if name.startswith(("Cap", "NoNew", "Protect", "Restrict"))
-    }
+    prefixes = ("Cap", "NoNew", "Protect", "Restrict")
+    hardened = {name: value for name, value in unit().items() if name.startswith(prefixes)}
     assert hardened.pop("CapabilityBoundingSet") == ""
     assert hardened.pop("ProtectSystem") == "full"
     assert {*hardened.values()} == {"true"}

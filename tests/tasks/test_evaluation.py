@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> Storage:
     return open_storage(str(tmp_path / "run"))
 
 
-def test_failed_evaluation_leaves_its_class_and_output(
+def test_failed_evaluation_keeps_its_class_with_its_output(
     run: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine does not reach the Hub, and a secret of its environment is printed."""
@@ -56,10 +56,6 @@ def test_failed_evaluation_leaves_its_class_and_output(
     assert [one.fraction for one in events if isinstance(one, StepProgress)][:2] == [0.5, 1.0]
     assert any("the Hugging Face Hub cannot be reached" in one.what for one in events if isinstance(one, Note))
     assert evaluations(run) == []
-
-
-def test_long_evaluation_is_not_repeated_automatically() -> None:
-    assert evaluate.retries == 0
 
 
 def test_a_model_larger_than_the_memory_is_not_scored(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +124,8 @@ def test_scorer_exits_with_the_class_of_its_error(
     def fail(*_: object) -> Evaluation:
         raise error
 
-    words = SimpleNamespace(get=lambda: ASKED.model_dump_json())
-    monkeypatch.setattr("launcher.evaluation.follow_parent", lambda: words)
+    lines = SimpleNamespace(get=lambda: ASKED.model_dump_json())
+    monkeypatch.setattr("launcher.evaluation.follow_parent", lambda: lines)
     monkeypatch.setattr("launcher.evaluation.evaluate", fail)
     assert scoring.main(["run"]) == EXIT_CODES[fault]
     assert capsys.readouterr().out.splitlines()[-1] == last

@@ -576,11 +576,11 @@ def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
 
     reached: list[Any] = []
     monkeypatch.setattr("tasks.training.reach", lambda *of, **facts: reached.append(facts))
-    told: list[Event] = []
-    with caplog.at_level(logging.INFO), Listener(told.append), pytest.raises(JobFailed) as failure:
+    events: list[Event] = []
+    with caplog.at_level(logging.INFO), Listener(events.append), pytest.raises(JobFailed) as failure:
         ended_well(tmp_path, Leaking([BROKEN]))
     verdict = (tmp_path / "runs/demo/attempts/1/verdict.json").read_text()
-    everything = f"{failure.value} {told} {caplog.text} {verdict} {reached}"
+    everything = f"{failure.value} {events} {caplog.text} {verdict} {reached}"
     assert "printed [secure]" in everything
     assert [secret for secret in ("known-secret", "of-the-node") if secret in everything] == []
 

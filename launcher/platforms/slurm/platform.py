@@ -324,7 +324,7 @@ class SlurmPlatform:
             bool(_OF_ONE_USER.fullmatch(code))
             and not any(_STATES.get(job.state) is JobState.RUNNING for job in self._queue(f"--user={row.user}"))
         )
-        reasons = () if code in {"None", ""} else (_reason(row, code, lasts=lasts),)
+        reasons: tuple[Finding, ...] = () if code in {"None", ""} else (_reason(row, code, lasts=lasts),)
         now = time.monotonic()
         since = self._refused[row.name] = min(self._refused.get(row.name, math.inf), now) if lasts else math.inf
         refused = reasons[0] if now >= since + self._settings.refused_after else None
