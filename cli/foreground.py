@@ -144,14 +144,11 @@ class Measured(ProgressColumn):
 
 
 class What(TextColumn):
-    """Text that is cut where the line ends."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text, table_column=Column())
+    """Text that is cut where the line ends; a column without wrapping would take all the room."""
 
     def render(self, task: Task) -> Text:
         text = super().render(task)
-        text.no_wrap, text.overflow = True, "ellipsis"
+        text.no_wrap = True
         return text
 
 
@@ -175,10 +172,10 @@ class Watch:
         self._console, self._output = console, output
         self._steps: tuple[Step, ...] = TRAINING_STEPS
         self._every, self._told = defaultdict[str, _Shown](_Shown), set[str]()
-        whole = Column(no_wrap=True)  # where a line is too long, `what` alone is cut
-        words = TextColumn("{task.description}"), Measured(table_column=whole), What("{task.fields[what]}")
-        columns = SpinnerColumn(table_column=whole), *words
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        uncut = Column(no_wrap=True)  # where a line is too long, `what` alone is cut
+        what = What("{task.fields[what]}", table_column=Column())
+        columns = SpinnerColumn(table_column=uncut), TextColumn("{task.description}"), Measured(table_column=uncut)
+        self._progress = Progress(*columns, what, console=console, transient=True, disable=not console.is_terminal)
         self._listener = Listener(self._receive)
 
     def __enter__(self) -> Self:

@@ -360,7 +360,6 @@ def submit(
 ) -> None:
     """Start the flow of a deployment on Prefect's server, with some settings changed; or list the deployments."""
     _quiet_prefect()
-    from deployments.bootstrap import PREFECT_FILE
     from flows.parameters import deployments_there, submit_deployment
     from flows.server import server_address, server_problems
     from launcher.config import read_yaml
@@ -368,7 +367,7 @@ def submit(
     if deployment is None:
         if server_address() is None:
             _print_notes("there is no Prefect server: `train-litgpt serve` starts one, which has these deployments")
-            told = {one["name"]: one["description"] for one in read_yaml(PREFECT_FILE)["deployments"]}
+            told = {one["name"]: one["description"] for one in read_yaml(bootstrap.PREFECT_FILE)["deployments"]}
         else:
             with server_problems():
                 told = {full: one.description or "" for full, one in deployments_there().items()}
@@ -395,11 +394,10 @@ def init(
     file: Annotated[Path | None, typer.Argument(help="The file; PLATFORM.yaml unless given.")] = None,
 ) -> None:
     """Write a commented config of a training on a platform, to begin from. A file that is there is left as it is."""
-    from deployments.bootstrap import CONFIGS
-
-    if platform not in (there := sorted(path.stem for path in (CONFIGS / "profiles").glob("*.yaml"))):
+    configs = bootstrap.CONFIGS
+    if platform not in (there := sorted(path.stem for path in (configs / "profiles").glob("*.yaml"))):
         raise ConfigProblem(f"{platform!r} is no kind of platform; there are {', '.join(there)}")
-    file, shipped = file or Path(f"{platform}.yaml"), (CONFIGS / f"{platform}.yaml").read_text(encoding="utf-8")
+    file, shipped = file or Path(f"{platform}.yaml"), (configs / f"{platform}.yaml").read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as made:
             made.write(f"# From `train-litgpt init`; what else can be set: `train-litgpt settings`.\n{shipped}")
@@ -633,22 +631,20 @@ def logs(
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
     found = target_of(target, overrides, profile, root)
 
-    chosen, without = list[tuple[Attempts, AttemptRecord]](), list[str]()
-    for attempts in found.attempts:
-        if records := [record for record in attempts.records() if attempt in (None, record.attempt)]:
-            chosen.append((attempts, records[-1]))
-        else:
-            without.append(f"{attempts.run} has no attempt {attempt}")
-    if not chosen:
+    records = {
+        attempts: [record for record in attempts.records() if attempt in (None, record.attempt)]
+        for attempts in found.attempts
+    }
+    if not any(records.values()):
         raise ConfigProblem(f"{found.name} has no attempt {attempt}; `train-litgpt status` lists them")
-    for what in without:
-        _say(f"[yellow]![/] {escape(what)}", stderr)
+    for attempts in (attempts for attempts in records if not records[attempts]):
+        _say(f"[yellow]![/] {escape(attempts.run)} has no attempt {attempt}", stderr)
 
     async def show(attempts: Attempts, record: AttemptRecord) -> None:
         platform, job_id = attempts.platform_of(record), record.job_id
         prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
 
-        def show_texts(lines: Iterable[LogLine]) -> None:
+        def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:
                 if since is not None and line.time is None:
                     what = f"the logs of {platform.name} are files, whose lines have no time"
@@ -658,12 +654,12 @@ def logs(
                     show_text(f"{prefix}{line if raw else waiting.readable(line)}")
 
         if follow:
-            await waiting.follow(platform, job_id, on_lines=show_texts, poll=platform.poll_seconds)
+            await waiting.follow(platform, job_id, on_lines=show_lines, poll=platform.poll_seconds)
         else:
-            await waiting.read_logs(platform, job_id, on_lines=show_texts)
+            await waiting.read_logs(platform, job_id, on_lines=show_lines)
 
     async def show_all() -> None:
-        await asyncio.gather(*(show(*pair) for pair in chosen))
+        await asyncio.gather(*(show(attempts, some[-1]) for attempts, some in records.items() if some))
 
     asyncio.run(show_all())
 

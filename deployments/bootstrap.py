@@ -50,7 +50,7 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
     """Start Prefect's server with its UI and a worker unless they run, and update the deployments and automations."""
     notify = _notify()
     home, api = serving_home(), f"http://127.0.0.1:{port}/api"
-    there = _is_served(port)
+    is_served = _is_served(port)
     # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
     given = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH)
@@ -62,7 +62,7 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
     from flows.server import require_server  # only now: Prefect reads its settings when it is imported
 
     log = file.with_name("server.log")
-    if not there:
+    if not is_served:
         _start(
             "server", serving.server_command(port, app="server"), serving.server_environment(port, secret) | own_origins
         )
@@ -74,7 +74,7 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
             what = f"Prefect's server does not answer at {api} after {_STARTUP:.0f} s"
             raise ConfigProblem(what, fix=f"read {log}, and run `train-litgpt stop` before the next try")
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
-    _report("server", "there" if there else "started", ui)
+    _report("server", "there" if is_served else "started", ui)
     require_server()
     _deploy()
     works = serving.live("worker") is not None
@@ -96,12 +96,12 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
 
 
 def _is_served(port: int) -> bool:
-    """Return whether our server listens on a port, False if nobody does. Its process is its mark: any Prefect server
-    would answer there."""
+    """Return whether our own server listens on a port, by its process: any Prefect server would answer there. False if
+    the port is free."""
     with suppress(psutil.NoSuchProcess):
         if (process := serving.live("server")) is not None:
-            words = process.cmdline()
-            if (used := int(words[words.index("--port") + 1])) != port:
+            command = process.cmdline()
+            if (used := int(command[command.index("--port") + 1])) != port:
                 fix = f"use it by `train-litgpt serve --port {used}`, or end it first by `train-litgpt stop`"
                 raise ConfigProblem(f"the server of {serving_home()} already listens on port {used}", fix=fix)
             return True
@@ -172,16 +172,9 @@ def _report(part: str, what: str, which: str) -> None:
 def environment(home: Path) -> dict[str, str]:
     """Return Prefect's settings for everything that is started here, the address and the secret that were kept too."""
     own = {name: value for name, value in serving.PREFECT_SETTINGS.items() if name not in os.environ}
-    return (
-        own
-        | settings_in(environment_file(home))
-        | {
-            "PREFECT_HOME": str(home),
-            "DO_NOT_TRACK": "1",
-            # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
-            "PREFECT_CLIENT_MAX_RETRIES": "9",
-        }
-    )
+    # Retries wait 1, 2, 4, … s: 9 of them outlive a server that is away for a quarter of an hour.
+    fixed = {"PREFECT_HOME": str(home), "DO_NOT_TRACK": "1", "PREFECT_CLIENT_MAX_RETRIES": "9"}
+    return own | settings_in(environment_file(home)) | fixed
 
 
 def prefect(*words: str, check: bool = True) -> int:

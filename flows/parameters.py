@@ -58,7 +58,7 @@ DATASET_FIELDS = ("root", "data", "workers")
 # Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
-_BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # as a class of settings has its fields
+_BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # Settings does it for its own fields
 
 
 def _writable(depth: int = 4) -> dict[str, Any]:
@@ -250,9 +250,8 @@ def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]
     document, there = settings.model_dump(mode="json"), deployments_there()
     found = [full for full in there if full.startswith(f"{flow}/")]
     if not found:
-        raise ConfigProblem(
-            f"Prefect's server has no deployment of {flow}", fix="deploy them with `train-litgpt deploy`"
-        )
+        fix = "deploy them with `train-litgpt deploy`"
+        raise ConfigProblem(f"Prefect's server has no deployment of {flow}", fix=fix)
 
     def distance(full: str) -> tuple[bool, bool, str]:
         platform = there[full].parameters.get("platform") or {}
@@ -274,9 +273,7 @@ def deployments_there(name: str | None = None) -> dict[str, DeploymentResponse]:
     only = None if name is None else DeploymentFilter(name=DeploymentFilterName(any_=[name]))
     with get_client(sync_client=True) as client:
         found: list[DeploymentResponse] = []
-        while len(found) % 200 == 0 and (
-            page := client.read_deployments(deployment_filter=only, limit=200, offset=len(found))
-        ):
+        while page := client.read_deployments(deployment_filter=only, limit=200, offset=len(found)):
             found += page  # the server gives no more than 200 at once
         flows = {flow: client.read_flow(flow).name for flow in {one.flow_id for one in found}}
     return {f"{flows[one.flow_id]}/{one.name}": one for one in found}

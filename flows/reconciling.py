@@ -95,10 +95,8 @@ async def all_flow_runs(client: PrefectClient, **wanted: Any) -> list[Any]:
         page = await client.read_flow_runs(
             flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=list(KINDS))),
             flow_run_filter=filters.FlowRunFilter(**wanted),
-            sort=FlowRunSort.EXPECTED_START_TIME_DESC,
-            limit=200,
-            offset=len(found),
-        )
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200, offset=len(found),
+        )  # fmt: skip
         found += page
         if len(page) < 200:
             return found

@@ -54,9 +54,8 @@ def require_server() -> None:
     """Ask the configured server once whether it can be worked with."""
     address = server_address()
     if address is None:
-        raise ConfigProblem(
-            "there is no Prefect server: run `train-litgpt serve`, or set PREFECT_API_URL to one that runs"
-        )
+        fix = "run `train-litgpt serve`, or set PREFECT_API_URL to one that runs"
+        raise ConfigProblem("there is no Prefect server", fix=fix)
     try:
         # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
         with (

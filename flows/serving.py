@@ -27,7 +27,7 @@ ORIGINS = "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS"
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
-# Of Prefect's processes. In a checkout its pyproject.toml has the same, with the reasons, also for a team's workers.
+# Settings of Prefect's processes for an installed package. The checkout's pyproject.toml has the same, with reasons.
 PREFECT_SETTINGS = {
     "PREFECT_WORKER_QUERY_SECONDS": "2.0",
     "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",

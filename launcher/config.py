@@ -443,13 +443,13 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any], *, name: str = "
     """
     result = dict(base)
     for part, new in changes.items():
-        here, old = f"{above}{part}", result.get(part)
+        dotted, old = f"{above}{part}", result.get(part)
         below = old if isinstance(old, Mapping) else {}
-        is_whole = here in _mappings() and not name.startswith(f"{here}.")
-        deeper = isinstance(new, Mapping) and bool(new) and not is_whole
+        is_replaced = dotted in _mappings() and not name.startswith(f"{dotted}.")
+        deeper = isinstance(new, Mapping) and bool(new) and not is_replaced
         if deeper and (kind := new.get("kind")) is not None:
             deeper = below.get("kind", kind) == kind
-        result[part] = merged(below, new, name=name, above=f"{here}.") if deeper else new
+        result[part] = merged(below, new, name=name, above=f"{dotted}.") if deeper else new
     return result
 
 

@@ -233,9 +233,9 @@ def _empty_choice(tasks: Mapping[str, Any]) -> UserError | None:
 def main(argv: Sequence[str]) -> int:
     """`python -m launcher.evaluation ADDRESS [STEP]`: what to ask of that run, or its checkpoint, comes on stdin, as a
     config's `evaluation` in one line. The last line that is printed says why it failed."""
-    words = follow_parent()
+    lines = follow_parent()
     try:
-        evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(words.get()), *map(int, argv[1:]))
+        evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(lines.get()), *map(int, argv[1:]))
     except Exception as error:
         known = isinstance(error, TrainLitgptError)
         if not known or error.__cause__:

@@ -18,16 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    JsonValue,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 
@@ -789,9 +781,8 @@ class Origin(Settings):
     @property
     def key(self) -> str:
         """Their part in a run's key. The same weights are the same in every bucket and folder, and on the Hub."""
-        return self.listed_as or key_of(
-            self.kind, {name: list(file) for name, file in self.files.items()}, self.optimizer
-        )
+        files: JsonValue = {name: list(file) for name, file in self.files.items()}
+        return self.listed_as or key_of(self.kind, files, self.optimizer)
 
 
 class TrainingSpec(Settings):

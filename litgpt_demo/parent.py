@@ -1,4 +1,4 @@
-"""The process that started this one and waits for it: its words on standard input, and its end."""
+"""The process that started this one and waits for it: its lines on standard input, and its end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from queue import SimpleQueue
 from threading import Thread
 
 PROGRESS = "progress: "
-"""The mark of a line that says what a process does now."""
+"""The beginning of a line that names what a process does now."""
 
 
 def report_progress(what: str) -> None:
-    """Tell the parent what this process does from now on."""
+    """Print for the parent what this process does from now on."""
     print(f"{PROGRESS}{what}", flush=True)
 
 
@@ -21,8 +21,8 @@ def follow_parent() -> SimpleQueue[str]:
 
     def read() -> None:
         # Unbuffered: a thread that waits in sys.stdin holds a lock that Python needs to end.
-        with open(0, "rb", buffering=0, closefd=False) as words:
-            for line in words:
+        with open(0, "rb", buffering=0, closefd=False) as pipe:
+            for line in pipe:
                 lines.put(line.decode())
         os._exit(1)
 

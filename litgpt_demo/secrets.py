@@ -28,37 +28,16 @@ HIDDEN = "[secure]"
 _NAMES = r"[\w.-]*(?:secret|token|password|passwd|signature|credential|assertion|api[_-]?key)[\w.-]*"
 # What each of the patterns needs, in lower case and found faster than they are: most lines of a log have none.
 _HINTS = (
-    "secret",
-    "token",
-    "passw",
-    "signature",
-    "credential",
-    "assertion",
-    "api",
-    "bearer",
-    "basic",
-    "eyj",
-    "hf_",
-    "://",
-    "_key",
-    "akia",
-    "asia",
-    "slack",
-    "xox",
-    "wandb",
-    "gh",
-    "ya29.",
-)
+    "secret", "token", "passw", "signature", "credential", "assertion", "api", "bearer", "basic", "eyj", "hf_", "://",
+    "_key", "akia", "asia", "slack", "xox", "wandb", "gh", "ya29.",
+)  # fmt: skip
 _PATTERNS = (
     # Words have no capital or digit within: "Bearer tokens" is told, "Bearer s3cret" is not.
     (re.compile(r"\b((?i:Bearer|Basic)\s+)(?=\S*[A-Z0-9])[\w.~+/%-]{6,}=*"), rf"\1{HIDDEN}"),
     (re.compile(rf"""(\\?["']{_NAMES}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"([?&;\"']{_NAMES}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), HIDDEN),  # a JSON web token
-    (
-        re.compile(r"(\b[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|API_KEY|ACCESS_KEY)(?:_[A-Z0-9_]+)?=)[^\s$]\S+"),
-        rf"\1{HIDDEN}",
-    ),
+    (re.compile(r"(\b[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|(API|ACCESS)_KEY)(_[A-Z0-9_]+)?=)[^\s$]\S+"), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # a token of the Hub
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),  # AWS
     (re.compile(r"\b(hooks\.slack\.com/\w+/)[^\s\"'>|]+"), rf"\1{HIDDEN}"),
@@ -134,17 +113,15 @@ class Cleaner:
 
     def __call__(self, value: T) -> T:
         """Return a text, or a JSON document with all its texts, without them."""
-        return cast(T, self._clean(value))
-
-    def _clean(self, value: Any) -> Any:
+        clean: Any = value
         match value:
             case str():
-                return redacted(value, *self._secrets)
+                clean = redacted(value, *self._secrets)
             case dict():
-                return {name: self._clean(part) for name, part in value.items()}
+                clean = {name: self(part) for name, part in value.items()}
             case list() | tuple():
-                return [self._clean(part) for part in value]
-        return value
+                clean = [self(part) for part in value]
+        return cast(T, clean)
 
 
 def without(text: str, *secrets: str) -> str:

@@ -27,7 +27,7 @@ from litgpt_demo.errors import UserError, words_of
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import EVALUATIONS, HUGGINGFACE
-from litgpt_demo.secrets import redacted
+from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
 from tasks.processes import Child
@@ -155,9 +155,10 @@ async def _evaluated(
         if step is None:  # else it would be said of each checkpoint
             emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
     log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ""
+    clean = Cleaner()
 
     def keep(line: str) -> None:
-        printed.append(redacted(line)[:_LONGEST])
+        printed.append(clean(line)[:_LONGEST])
 
     def show(what: str, percent: int | None) -> None:
         nonlocal shown

@@ -38,10 +38,10 @@ class Child:
 
     def write(self, line: str) -> None:
         """Write it a line."""
-        words = cast(IO[str], self._process.stdin)
+        pipe = cast(IO[str], self._process.stdin)
         with suppress(BrokenPipeError):  # it has ended; `end` raises why
-            words.write(f"{line}\n")
-            words.flush()
+            pipe.write(f"{line}\n")
+            pipe.flush()
 
     def kill(self) -> None:
         """End it at once."""
@@ -49,13 +49,9 @@ class Child:
         self._process.communicate()
 
     async def end(
-        self,
-        result: Callable[[], T | None],
-        *,
-        on_line: OnLine = _ignore,
-        on_progress: OnProgress = _ignore,
+        self, result: Callable[[], T | None], *, on_line: OnLine = _ignore, on_progress: OnProgress = _ignore,
         fix: str = "",
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Wait for its end and return its `result`. Where it has none, raise an error with the class of its exit code
         and the last line that it printed; the fix is that of the class unless it is given."""
         # A thread of its own: the event loop has few, and they are for what takes seconds.

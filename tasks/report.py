@@ -186,8 +186,8 @@ async def publish_report(
 
 
 class LiveReport:
-    """While it is entered, the flow run shows the report and its address, and report.html tells how far the run is: as
-    of its newest checkpoint, a minute after the last writing, and of a bad end."""
+    """While it is entered, the flow run shows the report and its address. report.html is written after checkpoints, at
+    most once a minute, and after a bad end."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._news = run, asyncio.Event()
@@ -243,7 +243,7 @@ class LiveReport:
 
 @contextmanager
 def _warning() -> Iterator[None]:
-    """Have it a warning that the report cannot be made: the run goes on."""
+    """Turn an error of the report into a warning: the run continues."""
     try:
         yield
     except (TrainLitgptError, OSError) as error:
@@ -251,10 +251,9 @@ def _warning() -> Iterator[None]:
 
 
 def _report_of(
-    run: Run, dataset: DatasetManifest | None = None, identity: SoftwareIdentity | None = None,
-    final: FinalManifest | None = None, *, live: bool = False, ended: str = "",
+    run: Run, dataset: DatasetManifest | None, identity: SoftwareIdentity | None, final: FinalManifest | None,
+    *, live: bool = False, ended: str = "",
 ) -> RunReport:  # fmt: skip
-    """Return what is known of the run."""
     storage, times = run.storage, attempt_times(Index(run.root), run.name)
     rows = read_metrics(storage, bad := damaged_lines())
     report_unreadable(bad)

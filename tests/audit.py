@@ -31,9 +31,7 @@ def main(files: Iterable[Path]) -> int:
     worst = 0
     for pins in files:
         if not (packages := audited(pins)):
-            print(
-                f"{pins}: could not be checked, neither {' nor '.join(SERVICES.values())} knows its packages from here"
-            )
+            print(f"{pins}: could not be checked, neither {' nor '.join(SERVICES.values())} knows its packages here")
             worst = 1
             continue
         bad = [package for package in packages if package["vulns"]]

@@ -52,5 +52,5 @@ def test_no_test_depends_on_how_busy_the_machine_is() -> None:
     assert not found, "\n".join(found)
 
 
-def test_each_mutant_has_its_line_and_its_test() -> None:
+def test_each_mutant_is_up_to_date() -> None:
     assert [*outdated()] == []

@@ -406,18 +406,16 @@ def _told(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding
 
 
 def _read_of(planned: PlannedDataset) -> str:
-    """Say how much is read; with `max_bytes`, the files that hold so much, if each of their bytes is one of text."""
+    """Return how much is read: with `max_bytes`, the files that hold so much if all of their bytes are text."""
     read = files = size = 0
     for part in planned.parts or (planned,):
         ends = [*accumulate((source.size for source in part.sources), initial=0)]
         most = ends[-1] if part.data.corpus is None else part.data.corpus.max_bytes or ends[-1]
         read += min(bisect_left(ends, most), len(ends) - 1)
         files, size = files + len(ends) - 1, size + min(most, ends[-1])
-    return (
-        f"{files:,} files, {bytes_text(size)},"
-        if read == files
-        else (f"about {read:,} of {files:,} files, {bytes_text(size)} of text,")
-    )
+    if read == files:
+        return f"{files:,} files, {bytes_text(size)},"
+    return f"about {read:,} of {files:,} files, {bytes_text(size)} of text,"
 
 
 def lost_steps(storage: Storage) -> str:

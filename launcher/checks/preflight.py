@@ -120,9 +120,7 @@ def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]
     elif train.float8 and rows % 16:
         what = "train.float8=true multiplies in multiples of 16 rows, but train.micro_batch="
         what += f"{train.micro_batch} x model.sequence_length={model.sequence_length} are {rows:,}"
-        yield Finding(
-            "error", "train.float8", what, "take a micro-batch or a length that makes it one, or leave it off"
-        )
+        yield Finding("error", "train.float8", what, "change the micro-batch or the length, or leave float8 off")
 
 
 def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int | None) -> Iterator[Finding]:

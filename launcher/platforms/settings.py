@@ -172,12 +172,12 @@ class ClusterSettings(PlatformSettings):
 
     @field_validator("secrets")
     @classmethod
-    def _are_variables(cls, given: dict[str, str]) -> dict[str, str]:
-        for name in given:
+    def _are_variables(cls, secrets: dict[str, str]) -> dict[str, str]:
+        for name in secrets:
             if not (name.isascii() and name.isidentifier()):  # shells are shown it
-                fix = "use letters, digits and underscores"
-                raise ValueError(f"{name!r} cannot be the name of an environment variable; {fix}")
-        return given
+                what = f"{name!r} cannot be the name of an environment variable"
+                raise ValueError(f"{what}; use letters, digits and underscores")
+        return secrets
 
     @model_validator(mode="before")
     @classmethod

@@ -211,10 +211,8 @@ class Compression(NamedTuple):
 
 
 _COMPRESSIONS = (
-    # + 16: with gzip's header and trailer
-    Compression(
-        "gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=zlib.MAX_WBITS + 16), 1 << 14
-    ),
+    # 31: the largest window, with gzip's header and trailer
+    Compression("gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=31), 1 << 14),
     Compression("zstd", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
     # A block's first bytes, or the end's, too: `BZh` and a digit alone may be text.
     Compression("bzip2", (".bz2",), rb"(?s)BZh.(1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor, 1 << 16, bounded=True),
@@ -238,12 +236,11 @@ HEAD = 512
 
 # The same for files of ids, which have no header. llm.c and modded-nanogpt: dev/data/data_common.py of karpathy/llm.c.
 _WITH_HEADER = {
-    b"LITPKDS": "of LitGPT's packed dataset, which has a header",
-    (20240520).to_bytes(4, "little"): "of llm.c, which has a header",
-    (20240801).to_bytes(4, "little"): "of llm.c, which has a header",
-    b"\x93NUMPY": "of numpy.save, which has a header; write it by numpy.load(FILE).astype('<u2').tofile(TRAIN_BIN)",
-    b"MMIDIDX\0\0": "of Megatron's index; the ids are in the .bin beside it",
-    b"ARROW1\0\0": "of Arrow",
+    b"LITPKDS": "a file of LitGPT's packed dataset, which has a header",
+    **{number.to_bytes(4, "little"): "a file of llm.c, which has a header" for number in (20240520, 20240801)},
+    b"\x93NUMPY": "a file of numpy.save, which has a header; numpy.load(FILE).astype('<u2').tofile(NEW) writes none",
+    b"MMIDIDX\0\0": "a file of Megatron's index; the ids are in the .bin beside it",
+    b"ARROW1\0\0": "a file of Arrow",
 }
 
 MOST_POINTER = 1024
@@ -283,8 +280,9 @@ def foreign(head: bytes) -> str | None:
 
 def not_ids(head: bytes, size: int) -> str | None:
     """Return what a file of `size` bytes with these first ones is instead of flat token ids."""
-    known = {magic: f"a file {what}" for magic, what in _WITH_HEADER.items()}
-    known |= {magic: what for magic, what in _FOREIGN.items() if what != _UTF16}  # two bytes may be an id
+    known = _WITH_HEADER | {
+        magic: what for magic, what in _FOREIGN.items() if what != _UTF16
+    }  # whose mark may be an id
     if found := next((what for magic, what in known.items() if head.startswith(magic)), None):
         return found
     if found := next((one.name for one in _COMPRESSIONS if re.match(one.magic, head)), None):

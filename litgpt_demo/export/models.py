@@ -246,18 +246,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--on-word", action="store_true", help=waits)
     args = parser.parse_args(argv)
 
-    words = follow_parent() if args.on_word else None
+    lines = follow_parent() if args.on_word else None
 
     def await_word() -> None:
-        if words is not None:
-            words.get()
+        if lines is not None:
+            lines.get()
 
-    if words is not None:  # what is imported only when the models are proved
+    if lines is not None:  # what is imported only when the models are proved
         from matplotlib.backends import backend_agg  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()
     run = open_storage(args.run)
-    report: Report = report_progress if words is not None else lambda what: None
+    report: Report = report_progress if args.on_word else lambda what: None
     final = export(run, step=args.step, newest=args.newest, await_end=await_word, report=report)
     for line in summary_lines(final):
         print(line)

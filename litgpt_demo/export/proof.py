@@ -167,9 +167,8 @@ def opened_by_litgpt(
     new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
     ids = llm.preprocessor.encode(prompt).tolist()[: room - 1]
     how: Any = {"temperature": 0.8, "top_k": 50, "eos_id": llm.preprocessor.tokenizer.eos_id}
-    sample = str(
-        llm.preprocessor.decode(torch.tensor([*sampled(llm.model, ids, length=min(room, len(ids) + new), **how)]))
-    )
+    written = [*sampled(llm.model, ids, length=min(room, len(ids) + new), **how)]
+    sample = str(llm.preprocessor.decode(torch.tensor(written)))
     del llm
     _give_back()
     return FinalManifest(

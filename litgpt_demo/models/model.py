@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import blake2b
@@ -70,31 +69,31 @@ _DRAWN_AT_ONCE = 1 << 22  # numbers that one generator draws: whole rows, by any
 
 def _pieces(weight: Tensor) -> range:
     """Return the numbers of the pieces of a weight that this rank holds a row of."""
-    (held, _), (first, _) = _held(weight)
+    local, first = _held(weight)
     rows = max(1, _DRAWN_AT_ONCE // weight.shape[1])
-    return range(first // rows, -(-(first + held) // rows)) if held else range(0)
+    return range(first // rows, -(-(first + len(local)) // rows)) if len(local) else range(0)
 
 
-def _held(weight: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the shape of what this rank holds of a weight, and where in it that begins."""
+def _held(weight: Tensor) -> tuple[Tensor, int]:
+    """Return what this rank holds of a weight, and the number of its first row."""
     if not isinstance(weight, DTensor):
-        return weight.shape, (0, 0)
-    return compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return weight, 0
+    offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1]
+    return weight.to_local(), offsets[0]
 
 
 @torch.no_grad()
 def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
     """Draw one piece of a weight, by seed and name alone, and keep the rows of it that this rank holds."""
-    (held, _), (first, _) = _held(weight)
-    rows, columns = max(1, _DRAWN_AT_ONCE // weight.shape[1]), weight.shape[1]
+    (local, first), columns = _held(weight), weight.shape[1]
+    rows = max(1, _DRAWN_AT_ONCE // columns)
     start = piece * rows
     stop = min(start + rows, len(weight))
-    drawn = blake2b(f"{seed}/{name}/{piece}".encode(), digest_size=7).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little"))
+    digest = blake2b(f"{seed}/{name}/{piece}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     values = torch.empty(stop - start, columns, dtype=torch.float32).normal_(0.0, std, generator=generator)
-    start_here, stop_here = max(start, first), min(stop, first + held)
-    local = weight.to_local() if isinstance(weight, DTensor) else weight
-    local[start_here - first : stop_here - first].copy_(values[start_here - start : stop_here - start])
+    begin, end = max(start, first), min(stop, first + len(local))
+    local[begin - first : end - first].copy_(values[begin - start : end - start])
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

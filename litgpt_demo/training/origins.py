@@ -79,17 +79,20 @@ def _of_hub(repository: str, revision: str | None) -> Origin | None:
     listed |= {path.name: (path.stat().st_size, _listed(path.resolve().name)) for path in folder.glob("*")}
     names, index = [_SAFETENSORS], folder / _INDEX
     if index.exists():
-        names = sorted(
-            {*parse_json(index.read_bytes(), _Index, where=str(index), fix="remove it")["weight_map"].values()}
-        )
-    if missing := [name for name in (*names, CONFIGS["huggingface"]) if name not in listed]:
-        if names[0] in missing:
-            return None
-        raise UserError(
-            f"model.from: {repository} has no {', '.join(missing)}", fix="ask its author for the whole model"
-        )
-    files = {name: listed[name] for name in (*names, CONFIGS["huggingface"])}
+        names = _names_in(index.read_bytes(), str(index), fix="remove it")
+    names.append(CONFIGS["huggingface"])
+    if names[0] not in listed:
+        return None
+    if missing := [name for name in names if name not in listed]:
+        what = f"model.from: {repository} has no {', '.join(missing)}"
+        raise UserError(what, fix="ask its author for the whole model")
+    files = {name: listed[name] for name in names}
     return Origin(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
+
+
+def _names_in(index: bytes, address: str, *, fix: str) -> list[str]:
+    require_content(index, address)
+    return sorted({*parse_json(index, _Index, where=address, fix=fix)["weight_map"].values()})
 
 
 def _listed(version: str) -> str:
@@ -139,9 +142,7 @@ def _of_folder(place: Storage) -> Origin | None:
     if not place.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]
         if place.exists(_INDEX):
-            require_content(content := place.read(_INDEX), where := place.address(_INDEX))
-            index = parse_json(content, _Index, where=where, fix="copy the folder anew")
-            names = sorted({*index["weight_map"].values()})
+            names = _names_in(place.read(_INDEX), place.address(_INDEX), fix="copy the folder anew")
     try:
         files = [place.stat(one) for one in (*names, CONFIGS[kind])]
         for file in (file for file in files if file.size < MOST_POINTER):

@@ -288,13 +288,10 @@ class Shards:
             torch.cuda.check_error(cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0))
         copies = dict[MetadataIndex, Tensor]()
         for (index, source), start in zip(sources.items(), accumulate(sizes, initial=0), strict=False):
-            count, dtype = source.numel(), source.dtype
-            flat = (
-                torch.frombuffer(block, dtype=dtype, count=count, offset=start)
-                if count
-                else torch.empty(0, dtype=dtype)
-            )
-            copies[index] = flat.view(source.shape)
+            copies[index] = torch.empty(source.shape, dtype=source.dtype)
+            if count := source.numel():
+                flat = torch.frombuffer(block, dtype=source.dtype, count=count, offset=start)
+                copies[index] = flat.view(source.shape)
         return copies
 
     def close(self) -> None:

@@ -152,11 +152,12 @@ def _of_litgpt(origin: Origin, folder: Path) -> tuple[Tensors, set[str]]:
     if isinstance(state, dict):  # `litgpt pretrain` and Lightning have more in it
         state = next((state[key] for key in ("model", "state_dict") if isinstance(state.get(key), dict)), state)
     entries = state if isinstance(state, dict) else {"": state}
-    if foreign := [(name, type(one).__name__) for name, one in entries.items() if not (name and torch.is_tensor(one))]:
-        name, kind = foreign[0]
-        what = f"lit_model.pth of {origin.name} holds a {kind}{f' by the name {name!r}' if name else ''}"
-        raise DataError(f"{what}, and no weights", fix="save the dict of names and tensors alone by torch.save")
-    return {_WRAPPER.sub("", name): one for name, one in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
+    for name, entry in entries.items():
+        if not (name and torch.is_tensor(entry)):
+            kind = type(entry).__name__ + (f" by the name {name!r}" if name else "")
+            what = f"lit_model.pth of {origin.name} holds a {kind}, and no weights"
+            raise DataError(what, fix="save the dict of names and tensors alone by torch.save")
+    return {_WRAPPER.sub("", name): entry for name, entry in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
 
 
 def _theirs(folder: Path) -> Any:
@@ -182,8 +183,7 @@ class Question(Settings):
         """Return what is wrong, and what would do, where the weights are not of the model: by the settings that lie
         beside them, and in a local folder by the names and shapes of tensors."""
         origin, place = self.origin, open_storage(self.origin.address)
-        vocab_size = self.vocab_size
-        config = _config(self.model, vocab_size)
+        config = _config(self.model, vocab_size := self.vocab_size)
         ours: dict[str, Any] = {name: value for name, value in vars(config).items() if name not in _FREE}
         if origin.kind == "huggingface":
             from transformers import AutoConfig
@@ -200,12 +200,9 @@ class Question(Settings):
             names -= {"hidden_act"} if "hidden_activation" in names else set()  # which goes before it
             same: Any = AutoConfig.for_model(**found.fields)
             ours, theirs = (
-                {_LITGPTS.get(name, name): getattr(document, name) for name in sorted(names)}
-                | {
-                    "head_size": getattr(document, "head_dim", None)
-                    or document.hidden_size // document.num_attention_heads
-                }
-                for document in (same, there)
+                {_LITGPTS.get(name, name): getattr(model, name) for name in sorted(names)}
+                | {"head_size": getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads}
+                for model in (same, there)
             )
         elif origin.kind == "litgpt":
             theirs = vars(Config(**yaml.safe_load(place.read(CONFIGS["litgpt"]))))
@@ -214,9 +211,8 @@ class Question(Settings):
             stored = manifest.config["model"] if manifest and manifest.config else self.model
             theirs = vars(_config(ModelConfig.model_validate(stored), vocab_size))
         if (rows := theirs["padded_vocab_size"]) < vocab_size:
-            return [
-                (f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings", OF_WEIGHTS)
-            ]
+            what = f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings"
+            return [(what, OF_WEIGHTS)]
         wrong = {name: theirs.get(name) for name in ours if ours[name] != theirs.get(name)}
         what = "the model has {} {}, and the weights of {} have {}"
         own = {name: f"set model.config.{name}={value}, or " for name, value in wrong.items() if name in vars(config)}

@@ -56,7 +56,7 @@ def test_a_training_of_any_length_leaves_ten_lines_at_most_also_where_it_is_repe
     assert lines[-1].startswith("  step 60/60  loss 2.5000  1,000 tok/s")
 
 
-def test_a_narrow_terminal_shows_spinner_and_time_of_a_step() -> None:
+def test_narrow_terminal_cuts_only_the_text_of_a_step() -> None:
     """What it does is cut instead."""
     file, long = io.StringIO(), "comparing it in transformers with the checkpoint, a sample at a time"
     with Watch(Screen(file=file, width=80, force_terminal=True, highlight=False)) as watch:

@@ -140,7 +140,7 @@ def test_no_other_service_of_google_is_called() -> None:
     assert {name for _, name in found(r"https://(\w+)\.googleapis\.com")} == {"www"}
 
 
-def test_roles_are_listed_for_existing_platforms_and_images() -> None:
+def test_roles_are_of_existing_platforms_or_images() -> None:
     classes: tuple[Any, ...] = (*settings_classes(), *get_args(get_args(Image)[0]))
     kinds = {kind for part in classes for kind in get_args(part.model_fields["kind"].annotation)}
     assert {part for principal in PRINCIPALS for part in IAM[principal]} <= kinds | {"any"}

@@ -205,17 +205,18 @@ def event_of(kind: str, message: str, run_count: int = 1, tags: tuple[str, ...] 
     return ReceivedEvent.model_validate(document | {"occurred": datetime.now(UTC), "payload": {}})
 
 
-def reactions_to(event: Any) -> set[str]:
-    """The automations that the event starts, without those that wait for a silence or for several events."""
+AUTOMATIONS = {automation["name"]: automation for automation in yaml.safe_load(AUTOMATIONS_FILE.read_text())}
+
+
+def trigger_of(name: str) -> Any:
     from prefect.server.events.schemas.automations import EventTrigger
 
-    found = {one["name"]: EventTrigger.model_validate(one["trigger"]) for one in read_automations()}
-    return {name for name, trigger in found.items() if trigger.immediate and trigger.covers(event)}
+    return EventTrigger.model_validate(AUTOMATIONS[name]["trigger"])
 
 
-def read_automations() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = yaml.safe_load(AUTOMATIONS_FILE.read_text())
-    return found
+def reactions_to(event: Any) -> set[str]:
+    """The automations that the event starts, without those that wait for a silence or for several events."""
+    return {name for name in AUTOMATIONS if (trigger := trigger_of(name)).immediate and trigger.covers(event)}
 
 
 def exited(code: int) -> str:
@@ -245,8 +246,7 @@ def test_flow_run_whose_process_cannot_start_ends(message: str) -> None:
 
 
 def test_flow_run_of_a_dead_machine_is_started_again() -> None:
-    automations = {one["name"]: one for one in read_automations()}
-    [silent] = automations["crash-zombies"]["actions"]
+    [silent] = AUTOMATIONS["crash-zombies"]["actions"]
     for message in (silent["message"], ORPHANED):
         for count, name in ((0, "resume-killed"), (1, "resume-crashed")):
             assert reactions_to(event_of("Crashed", message, count)) == {name, "tell-of-bad-ends"}
@@ -254,20 +254,14 @@ def test_flow_run_of_a_dead_machine_is_started_again() -> None:
 
 def test_crash_loop_ends_after_20_starts_within_an_hour() -> None:
     """A process that dies before it counts its starts, as after an update of the checkout."""
-    from prefect.server.events.schemas.automations import EventTrigger
-
-    [loop] = [one for one in read_automations() if one["name"] == "end-crash-loop"]
-    trigger = EventTrigger.model_validate(loop["trigger"])
+    trigger = trigger_of("end-crash-loop")
     assert (trigger.threshold, trigger.within.total_seconds()) == (MAX_RESUMES, 3600)
     assert trigger.covers(event_of("AwaitingRetry", "Crashed; started again by the automation resume-crashed"))
-    assert [action["state"] for action in loop["actions"]] == ["FAILED"]
+    assert [action["state"] for action in AUTOMATIONS["end-crash-loop"]["actions"]] == ["FAILED"]
 
 
 def test_only_flow_runs_with_our_heartbeat_are_marked_dead() -> None:
-    from prefect.server.events.schemas.automations import EventTrigger
-
-    [zombies] = [one for one in read_automations() if one["name"] == "crash-zombies"]
-    trigger = EventTrigger.model_validate(zombies["trigger"])
+    trigger = trigger_of("crash-zombies")
     assert trigger.covers(event_of("heartbeat", ""))
     # By hand (`train-litgpt run`), or another team's: Prefect's heartbeat of 180 s.
     assert not trigger.covers(event_of("heartbeat", "", tags=()))
@@ -279,11 +273,7 @@ def test_only_flow_runs_with_our_heartbeat_are_marked_dead() -> None:
         ("Crashed", "Process exited with status code: -9.", True),
         ("Failed", "Flow run encountered an exception: JobFailed: user error on node 0", True),
         ("Failed", "", True),
-        (
-            "Failed",
-            "Flow run encountered an exception: JobCancelled: gpt was cancelled; the same command goes on",
-            False,
-        ),
+        ("Failed", "Flow run encountered an exception: JobCancelled: gpt was cancelled; run it again", False),
         ("Cancelled", "", False),
         ("Completed", "All states completed.", False),
     ],
@@ -311,13 +301,13 @@ def notice_of(message: str) -> str:
     from prefect.server.utilities.user_templates import register_user_template_filters, render_user_template_sync
 
     register_user_template_filters(all_filters)
-    [payload] = [action["payload"] for one in read_automations() for action in one["actions"] if "payload" in action]
+    [payload] = [action["payload"] for action in AUTOMATIONS["tell-of-bad-ends"]["actions"]]
     state = {"name": "Failed", "message": message}
     context = {"flow_run": {"name": "gpt", "state": state}, "flow": {"name": "train-litgpt"}}
     return str(json.loads(render_user_template_sync(payload, context))["text"])
 
 
-def test_notice_holds_no_command_to_slack_and_is_limited() -> None:
+def test_notice_is_short_text_without_commands_to_slack() -> None:
     text = notice_of("ValueError: <!channel> see <https://evil.example|the log> & retry")
     assert "&lt;!channel&gt; see &lt;https://evil.example|the log&gt; &amp; retry" in text
     assert "<" not in text

@@ -62,13 +62,12 @@ def test_workers_in_a_cluster_are_started_as_those_of_a_machine() -> None:
     assert in_pods() == in_unit()
 
 
-def test_workers_run_without_root_and_without_capabilities() -> None:
+def test_workers_run_without_root_or_capabilities() -> None:
     image = Path("deployments/Dockerfile").read_text()
     assert image.index("USER 1000\n") > image.index("RUN pip install"), "packages are not the user's to change"
     assert WORKERS["spec"]["template"]["spec"]["securityContext"]["runAsUser"] == 1000
-    hardened = {
-        name: value for name, value in unit().items() if name.startswith(("Cap", "NoNew", "Protect", "Restrict"))
-    }
+    prefixes = ("Cap", "NoNew", "Protect", "Restrict")
+    hardened = {name: value for name, value in unit().items() if name.startswith(prefixes)}
     assert hardened.pop("CapabilityBoundingSet") == ""
     assert hardened.pop("ProtectSystem") == "full"
     assert {*hardened.values()} == {"true"}
@@ -83,7 +82,7 @@ def test_redis_asks_for_a_password() -> None:
     assert redis["environment"] == {"REDISCLI_AUTH": "${REDIS_PASSWORD}"}, "its health check would be refused"
 
 
-def test_orchestrators_image_has_every_extra_that_an_orchestrator_uses() -> None:
+def test_orchestrators_image_has_each_extra_it_needs() -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     [installed] = re.findall(r'"\.\[(.*)\]"', Path("deployments/Dockerfile").read_text())
     # Of a node's GPU, of the server, and of those who work on train-litgpt.

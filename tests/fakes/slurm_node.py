@@ -31,11 +31,7 @@ class SlurmNode:
 
     def run(self, script: str) -> int:
         """Run a batch script; return its exit code."""
-        env = {
-            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
-            "HOME": str(self.folder),
-            "NODE": str(self.folder),
-        }
+        env = dict.fromkeys(("HOME", "NODE"), str(self.folder)) | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}"}
         env |= {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n0", "SLURMD_NODENAME": "n0"}
         # As slurmd does: the script is a file, and its output is /dev/null.
         (file := self.folder / "script").write_text(script)

@@ -32,11 +32,7 @@ class Handler(Answering):
 @pytest.mark.parametrize(
     ("status", "body", "advice"),
     [
-        (
-            404,
-            b"",
-            "it answers 404 Not Found. Start it with `train-litgpt serve`, or correct the address, which ends in /api",
-        ),
+        (404, b"", "it answers 404 Not Found. Start it with `train-litgpt serve`, or correct the address, which ends"),
         (401, b"Unauthorized", "it answers 401 Unauthorized. Set PREFECT_API_AUTH_STRING"),
         (200, b'"2.20.1"', "Major versions must match"),
     ],
@@ -85,14 +81,12 @@ def test_a_server_of_make_serve_is_found_while_it_lives_and_a_commands_own_has_i
     assert began == [{"PREFECT_API_URL": NOBODY, AUTH: "litgpt:x"}]
 
 
-def test_installed_package_keeps_its_server_in_the_users_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_of_an_installed_package_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside an installed package is site-packages: nobody looks there for a database, and an update removes it."""
     (folder := tmp_path / "site-packages").mkdir()
     monkeypatch.setattr("flows.serving.CHECKOUT", folder)
-    monkeypatch.delenv("PREFECT_HOME")
-    monkeypatch.delenv("TRAIN_LITGPT_HOME")
+    for name in ("PREFECT_HOME", "TRAIN_LITGPT_HOME"):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     assert serving_home() == tmp_path / "home" / ".train-litgpt" / "prefect"

@@ -68,24 +68,20 @@ def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps
 
 
 @pytest.mark.parametrize(
-    ("changes", "config", "grid"),
+    ("change", "config", "grid"),
     [
-        (["sweep.grid={train.seed: [3]}"], {"n_layer": 4, "n_head": 2}, {"train.seed": [3]}),
-        (["model.config={n_layer: 2}"], {"n_layer": 2}, {"train.seed": [1], "train.beta": [2]}),
-        (["sweep={grid: {train.seed: [3]}}"], {"n_layer": 4, "n_head": 2}, {"train.seed": [3]}),
-        (["model.config.n_layer=2"], {"n_layer": 2, "n_head": 2}, {"train.seed": [1], "train.beta": [2]}),
+        ("sweep.grid={train.seed: [3]}", {"n_layer": 4, "n_head": 2}, {"train.seed": [3]}),
+        ("model.config={n_layer: 2}", {"n_layer": 2}, {"train.seed": [1], "train.beta": [2]}),
+        ("sweep={grid: {train.seed: [3]}}", {"n_layer": 4, "n_head": 2}, {"train.seed": [3]}),
+        ("model.config.n_layer=2", {"n_layer": 2, "n_head": 2}, {"train.seed": [1], "train.beta": [2]}),
     ],
 )
-def test_an_override_replaces_a_mapping_of_own_names(
-    changes: list[str], config: dict[str, Any], grid: dict[str, Any]
-) -> None:
+def test_override_replaces_a_mapping_of_own_names(change: str, config: dict[str, Any], grid: dict[str, Any]) -> None:
     """A section is no such mapping: its settings that are not named stay."""
     sweep = {"grid": {"train.seed": [1], "train.beta": [2]}, "sampler": "grid"}
     base = {"model": {"config": {"n_layer": 4, "n_head": 2}, "sequence_length": 8}, "sweep": sweep}
-    made = overridden(base, overrides_of(changes))
-    assert (made["model"], made["sweep"]) == (
-        {"config": config, "sequence_length": 8}, {"grid": grid, "sampler": "grid"}
-    )  # fmt: skip
+    expected = {"model": {"config": config, "sequence_length": 8}, "sweep": {"grid": grid, "sampler": "grid"}}
+    assert overridden(base, overrides_of([change])) == expected
 
 
 def test_overrides_turn_a_config_with_a_corpus_into_one_of_a_mixture() -> None:

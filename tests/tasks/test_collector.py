@@ -64,7 +64,9 @@ def test_a_collection_says_what_it_does_while_it_lasts(run: Any, monkeypatch: py
     assert [one.what for one in told if isinstance(one, StepStarted)] != [""]
 
 
-def test_a_collection_shows_what_its_process_does(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_shows_the_progress_of_its_process(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\necho a warning\necho progress: comparing it in LitGPT\n")
     monkeypatch.setattr("tasks.checkpoints.exported", lambda _: SimpleNamespace())
     events = list[Event]()

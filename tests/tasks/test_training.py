@@ -231,9 +231,7 @@ def test_nodes_get_the_seconds_that_the_budget_pays(tmp_path: Path) -> None:
     assert programs == [["a.py", "--seconds", seconds] for seconds in ("3600", "1800")]
 
 
-def test_a_checkpoint_is_announced_by_the_leader_with_its_own_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leader_announces_a_checkpoint_with_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row comes when it is written, and the training has done another step meanwhile."""
     announced: list[dict[str, Any]] = []
     monkeypatch.setattr(training, "reach", lambda *_, **facts: announced.append(facts))
@@ -578,11 +576,11 @@ def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
 
     reached: list[Any] = []
     monkeypatch.setattr("tasks.training.reach", lambda *of, **facts: reached.append(facts))
-    told: list[Event] = []
-    with caplog.at_level(logging.INFO), Listener(told.append), pytest.raises(JobFailed) as failure:
+    events: list[Event] = []
+    with caplog.at_level(logging.INFO), Listener(events.append), pytest.raises(JobFailed) as failure:
         ended_well(tmp_path, Leaking([BROKEN]))
     verdict = (tmp_path / "runs/demo/attempts/1/verdict.json").read_text()
-    everything = f"{failure.value} {told} {caplog.text} {verdict} {reached}"
+    everything = f"{failure.value} {events} {caplog.text} {verdict} {reached}"
     assert "printed [secure]" in everything
     assert [secret for secret in ("known-secret", "of-the-node") if secret in everything] == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -323,19 +324,13 @@ class SlurmPlatform:
             bool(_OF_ONE_USER.fullmatch(code))
             and not any(_STATES.get(job.state) is JobState.RUNNING for job in self._queue(f"--user={row.user}"))
         )
-        reason = _reason(row, code, lasts=lasts) if code not in {"None", ""} else None
-        refused = None
-        if reason is not None and reason.severity == "error":
-            since = self._refused.setdefault(row.name, time.monotonic())
-            refused = reason if time.monotonic() >= since + self._settings.refused_after else None
-        else:
-            self._refused.pop(row.name, None)
+        reasons: tuple[Finding, ...] = () if code in {"None", ""} else (_reason(row, code, lasts=lasts),)
+        now = time.monotonic()
+        since = self._refused[row.name] = min(self._refused.get(row.name, math.inf), now) if lasts else math.inf
+        refused = reasons[0] if now >= since + self._settings.refused_after else None
         # Not part of the reason, which is news whenever its words change.
         if start := _moment(row.start):
-            native = (
-                f"{native}, which Slurm expects to start at {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC"
-            )
-        reasons = () if reason is None else (reason,)
+            native += f", which Slurm expects to start at {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC"
         return JobStatus(state=JobState.PENDING, native=native, reasons=reasons, refused=refused)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
@@ -468,9 +463,8 @@ class SlurmPlatform:
                 raise LoginProblem(f"ssh {host}: {said[:1000]}", fix=f"see that `ssh {host} true` asks nothing")
             raise PlatformUnreachable(what)
         if done.returncode == 127:
-            raise NotInstalled(
-                f"{host or 'this machine'} has no `{words[0]}` on PATH", fix="name a login node of the cluster"
-            )
+            what = f"{host or 'this machine'} has no `{words[0]}` on PATH"
+            raise NotInstalled(what, fix="name a login node of the cluster")
         # A command that was killed may have done its work. Slurm's own exit codes go up to 255, as 210 for "denied".
         if _AWAY.search(said) or done.returncode < 0 or done.returncode - 128 in {SIGHUP, SIGINT, SIGKILL, SIGTERM}:
             raise PlatformUnreachable(what)

@@ -47,26 +47,24 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         raise ConfigProblem(what, fix="choose a root without backslashes and control characters")
     log = shlex.quote(f"{job.directory.replace('%', '%%')}/node-%n.log")  # `%` begins a replacement
     output = "" if remote else f" --output={log} --open-mode=append"
-    given = []
+    setup = []
     if not remote:
         fail = _fail("root", f"the run's folder {job.directory} is not there on this node, or cannot be written")
-        given = [_FOLDER.format(folder=shlex.quote(job.directory), fail=fail)]
-    given += [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
+        setup = [_FOLDER.format(folder=shlex.quote(job.directory), fail=fail)]
+    setup += [f"export {entry.name}={shlex.quote(entry.value)}" for entry in entries]
     # Read from their files on the cluster: values are in no script and on no command line.
     for name, path in settings.secrets.items():
         file = f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
         fail = _fail("secret", f"the file {path} of platform.secrets.{name} cannot be read")
-        given += [f"{name}=$(cat {file}) || {fail}", f"export {name}"]
+        setup += [f"{name}=$(cat {file}) || {fail}", f"export {name}"]
     software = [
         f"module load {shlex.quote(module)} || {_fail('module', f'platform.modules: {module} cannot be loaded')}"
         for module in settings.modules
     ]
     software += [f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"] if settings.venv else []
     if settings.container is None:
-        where = (
-            f"platform.venv={settings.venv} has no" if settings.venv else "platform.venv is not set, and PATH has no"
-        )
-        software += [f"python -c 'import litgpt_demo' || {_fail('venv', f'{where} python with train-litgpt')}"]
+        where = f"platform.venv={settings.venv} has" if settings.venv else "platform.venv is not set, and PATH has"
+        software += [f"python -c 'import litgpt_demo' || {_fail('venv', f'{where} no python with train-litgpt')}"]
     else:
         has = {"pyxis": "srun --help | grep -e --container-image", "apptainer": "command -v apptainer"}
         fail = _fail("container", f"platform.container={settings.container}, but this node does not have it")
@@ -106,7 +104,7 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
     flags = [f"--{name}={shlex.quote(str(value))}" for name, value in options.items()] + ["--no-requeue"]
     flags += [*(["--exclusive"] if settings.exclusive else []), *settings.options]
     heading = [f"#SBATCH {flag}" for flag in flags]
-    text = "\n".join(["#!/bin/bash", *heading, "", _FAIL, *given, *software, _SCRIPT.format(
+    text = "\n".join(["#!/bin/bash", *heading, "", _FAIL, *setup, *software, _SCRIPT.format(
         wait=_WAIT,
         output=output,
         container="".join(f" {shlex.quote(one)}" for one in container),

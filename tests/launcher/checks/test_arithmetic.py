@@ -53,11 +53,9 @@ def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_
 def test_plan_shows_the_host_memory_of_a_save_on_gpus(strategy: str) -> None:
     """Each node copies its share of one state, whatever the strategy."""
     platform = {"kind": "slurm", "nodes": 2, "processes": 8}
-    asked = config({"name": "pythia-1b"}, platform=platform, train={"strategy": strategy})
-    assert said(asked)["host memory of a save"] == (
-        "6.07 GB",
-        "weights and AdamW 12.1 GB / 2 nodes, copied on each node",
-    )
+    figures = said(config({"name": "pythia-1b"}, platform=platform, train={"strategy": strategy}))
+    how = "weights and AdamW 12.1 GB / 2 nodes, copied on each node"
+    assert figures["host memory of a save"] == ("6.07 GB", how)
 
 
 LONG = 131_072  # tokens, of which not even one sample fits without recomputation

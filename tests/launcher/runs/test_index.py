@@ -1,6 +1,7 @@
 """The run index: what was started, by whom, how it ended; written once, and never passed over when it is damaged."""
 
 import json
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -126,8 +127,8 @@ VALUES: list[Any] = [
     0.5,
     2**70,
     1e300,
-    float("nan"),
-    float("inf"),
+    math.nan,
+    math.inf,
     "",
     "\x00",
     "]",
@@ -208,7 +209,7 @@ CLONE = {"etc/machine-id": "0" * 32, "etc/hostname": "node1"}
     ],
     ids=["same machine", "cloned machine", "containers of one host", "one image on two hosts", "uninitialized"],
 )
-def test_machines_that_are_two_have_two_ids(
+def test_two_machines_have_two_ids(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], others: dict[str, str], *, same: bool
 ) -> None:
     """The jobs of a machine are processes and locks there, which another one cannot see."""

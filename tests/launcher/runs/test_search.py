@@ -106,7 +106,7 @@ def test_a_trial_that_falls_behind_is_hopeless_and_the_best_one_never_is(prune: 
     assert 8 in pruned
 
 
-def test_an_evaluation_that_is_read_again_warns_nobody(recwarn: pytest.WarningsRecorder) -> None:
+def test_evaluation_read_twice_causes_no_warning(recwarn: pytest.WarningsRecorder) -> None:
     search = Search(SweepSettings.model_validate({"grid": {"train.seed": [1]}, "prune": "asha"}))
     number = search.ask()
     assert number is not None

@@ -16,16 +16,9 @@ from test_own_tokens import IDS, put
 from training_runs import TrainElsewhere, alike, rows, write_run
 
 from litgpt_demo.config import PERIOD, DataConfig, shares_of
+from litgpt_demo.data import dataset
 from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, permuted, validation_sources
-from litgpt_demo.data.dataset import (
-    PlannedDataset,
-    Windows,
-    finished_dataset,
-    open_dataset,
-    plan_dataset,
-    stage,
-    verify_dataset,
-)
+from litgpt_demo.data.dataset import Windows, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -103,15 +96,6 @@ def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int
         (alone,) = validation_sources(part, most)
         assert (alone.name, alone.share, alone.numbers.tolist()) == ("", 1.0, drawn)
         start += size
-
-
-def test_validation_weighs_sources_by_all_stages() -> None:
-    """The mean loss is that of the samples that the run trains on, not that of its first stage."""
-    parts = [Windows(files=[np.empty(40, dtype=np.uint16)], length=3) for _ in "ab"]
-    schedule = Schedule([(0.0, (900, 100)), (0.5, (200, 800)), (0.75, (0, 1000))], samples=4000)
-    mixed = MixedWindows(names=["a", "b"], parts=parts, schedule=schedule, length=3)
-    assert [source.share for source in validation_sources(mixed, 5)] == pytest.approx([0.5, 0.5])
-    assert schedule.seen(4000).tolist() == [2000, 2000]
 
 
 def mixture(folder: Path, place: str, **fields: Any) -> DataConfig:
@@ -209,7 +193,7 @@ def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(ro
 
 @pytest.mark.parametrize("name", ["../../other/datasets/a-0123456789", "a/b-0123456789", "..", "", "ITSELF"])
 def test_manifest_that_mixes_other_datasets_is_refused(mixed: Path, tmp_path: Path, name: str) -> None:
-    """Itself, without end, and what lies outside its root."""
+    """It may name itself, or a folder outside its root."""
     folder = Path(shutil.copytree(mixed, tmp_path / "datasets" / mixed.name))
     storage, manifest = open_storage(str(folder)), open_dataset(str(mixed))
     assert manifest.mixture is not None
@@ -220,7 +204,7 @@ def test_manifest_that_mixes_other_datasets_is_refused(mixed: Path, tmp_path: Pa
         with pytest.raises(DataError, match=rf"{folder} mixes .*{re.escape(first.dataset)}.*prepare it again"):
             read(str(folder))
     label, _, key = folder.name.rpartition("-")
-    planned = PlannedDataset(data=DataConfig(), sources=(), tokenizer=None, name=label, key=key)
+    planned = dataset.PlannedDataset(data=DataConfig(), sources=(), tokenizer=None, name=label, key=key)
     with pytest.raises(DataError, match=re.escape(first.dataset)):
         finished_dataset(open_storage(str(tmp_path)), planned)
 

@@ -131,7 +131,9 @@ def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, t
 
 
 @pytest.mark.parametrize("kind", ["texts", "ids", "mixture"])
-def test_exported_tokenizer_adds_what_the_dataset_has(kind: str, tmp_path: Path, new_run: NewRun, cli: Cli) -> None:
+def test_exported_tokenizer_adds_the_prefix_of_its_dataset(
+    kind: str, tmp_path: Path, new_run: NewRun, cli: Cli
+) -> None:
     """Text gets no BOS, whatever its tokenizer adds elsewhere; ids that begin with one are continued with one."""
     from litgpt import LLM
     from transformers import AutoTokenizer
@@ -156,16 +158,14 @@ def test_exported_tokenizer_adds_what_the_dataset_has(kind: str, tmp_path: Path,
     before = cli("generate", str(run), text, "--max-tokens", "5", "--seed", "1")
     final = export(open_storage(str(run)))
     folder = run / "final"
-    reader, llm = (
-        AutoTokenizer.from_pretrained(folder / "huggingface"),
-        LLM.load(str(folder / "litgpt"), distribute=None),
-    )
+    reader = AutoTokenizer.from_pretrained(folder / "huggingface")
+    llm = LLM.load(str(folder / "litgpt"), distribute=None)
     assert reader(text).input_ids == llm.preprocessor.tokenizer.encode(text).tolist() == expected
     config = json.loads((folder / "huggingface/config.json").read_text())
     assert config["bos_token_id"] == reader.bos_token_id == (prefix or [298])[0]
     assert (final.findings, final.prefix) == ((), ("<s>",) * len(prefix))
-    said = "no token" if kind == "texts" else r"\<s\>"
-    assert f"| Before a text | {said}, as in training" in (folder / "MODEL_CARD.md").read_text()
+    shown = "no token" if kind == "texts" else r"\<s\>"
+    assert f"| Before a text | {shown}, as in training" in (folder / "MODEL_CARD.md").read_text()
     assert before.out.endswith(cli("generate", str(run), text, "--max-tokens", "5", "--seed", "1").out)
 
 

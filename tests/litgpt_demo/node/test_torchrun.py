@@ -66,9 +66,7 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o2775])
-def test_folder_of_ranks_logs_has_the_mode_of_its_parent(
-    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_logs_has_the_mode_of_its_parent(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second user of a shared root reads the logs; a private folder stays private."""
     monkeypatch.setattr(tempfile, "mkdtemp", tempfile.mkdtemp)
     (logs := tmp_path / "ranks").mkdir()

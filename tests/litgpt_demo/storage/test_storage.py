@@ -339,20 +339,14 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ((1000, 0), "no more files, whatever their size .*; remove files"),
-        ((1000, 9), "4 bytes are needed"),
-        ((0, 0), "4 b"),
-    ],
+    ("files", "free", "words"),
+    [(1000, 0, "no more files, whatever their size .*; remove files"), (1000, 9, "4 bytes are"), (0, 0, "4 bytes are")],
 )
 def test_full_disk_error_names_files_or_bytes(
-    files: tuple[int, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: int, free: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems count no files."""
-    seen = SimpleNamespace(
-        f_blocks=2**30, f_bfree=2**30, f_bavail=2**30, f_frsize=1, f_files=files[0], f_favail=files[1]
-    )
+    seen = SimpleNamespace(f_bavail=2**30, f_frsize=1, f_files=files, f_favail=free)
     monkeypatch.setattr(os, "statvfs", lambda path: seen)
     with pytest.raises(DiskFull, match=words), explaining(str(tmp_path / "x"), needed=4):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -39,7 +39,7 @@ def test_a_resumed_table_has_each_step_once(new_run: NewRun) -> None:
     assert [step for step, _ in losses] == list(range(1, 10))
 
 
-def test_each_list_of_columns_has_what_is_written(finished: Path) -> None:
+def test_each_list_of_columns_has_all_written_ones(finished: Path) -> None:
     written = {name for row in rows(finished) for name in row} - {"kind", "step"}
     plotted = {name for kind in ("step", "evaluation", "checkpoint") for row in rows(finished, kind) for name in row}
     docstring = Path(metrics.__file__).read_text().partition("Row: TypeAlias")[2].split('"""')[1]

@@ -67,11 +67,8 @@ def silent(saved: Saved) -> None:
 def test_saves_pin_one_block_of_the_states_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own pinned memory would take the next power of two for each tensor."""
     seen, stream = list[tuple[int, ...]](), SimpleNamespace(wait_event=bool, synchronize=lambda: None)
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda *given: seen.append(given) or 0,
-        cudaHostUnregister=lambda *given: seen.append(given) or 0,
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    cudart = dict.fromkeys(("cudaHostRegister", "cudaHostUnregister"), lambda *block: seen.append(block) or 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**cudart))
     monkeypatch.setattr(torch.cuda, "check_error", bool)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)

@@ -230,18 +230,14 @@ def test_prefixes_of_wrappers_are_taken_off_weights(
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
-    [
-        ({"net": {"lm_head.weight": torch.ones(1)}}, "holds a dict by the name 'net', and no weights"),
-        (torch.ones(1), "holds a Tensor, and no weights"),
-        ([1], "holds a list, and no weights"),
-    ],
+    ("state", "kind"),
+    [({"net": {"lm_head.weight": torch.ones(1)}}, "dict by the name 'net'"), (torch.ones(1), "Tensor"), ([1], "list")],
 )
 def test_file_without_named_weights_is_refused(
-    state: Any, words: str, of_litgpt: tuple[Path, dict[str, torch.Tensor]]
+    state: Any, kind: str, of_litgpt: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     torch.save(state, of_litgpt[0] / "lit_model.pth")
-    with pytest.raises(DataError, match=rf"{words}.*torch\.save"):
+    with pytest.raises(DataError, match=rf"holds a {kind}, and no weights.*torch\.save"):
         asked(found(of_litgpt[0]))
 
 
@@ -249,17 +245,13 @@ def test_file_without_named_weights_is_refused(
     "name", ["lit_model.pth", "model_config.yaml", "model.safetensors", "config.json", "model.safetensors.index.json"]
 )
 def test_git_lfs_pointer_among_weights_is_refused(name: str, tmp_path: Path) -> None:
-    kind = (
-        ("lit_model.pth", "model_config.yaml")
-        if "lit" in name or "yaml" in name
-        else ("model.safetensors", "config.json")
-    )
-    write(tmp_path, {**dict.fromkeys(kind, b"x" * 2000), name: POINTER})
+    pairs = (("lit_model.pth", "model_config.yaml"), ("model.safetensors", "config.json"))
+    write(tmp_path, {**dict.fromkeys(pairs["lit" not in name and "yaml" not in name], b"x" * 2000), name: POINTER})
     with pytest.raises(UserError, match=f"{tmp_path}/{name} is a Git LFS pointer.*`git lfs pull`"):
         found(tmp_path)
 
 
-def test_model_of_the_hub_is_pinned_and_fetched_at_the_start(
+def test_model_of_the_hub_is_fetched_at_the_start_as_pinned(
     of_transformers: tuple[Path, ModelConfig, torch.Tensor], monkeypatch: pytest.MonkeyPatch, new_run: NewRun,
     tmp_path: Path,
 ) -> None:  # fmt: skip

@@ -143,7 +143,7 @@ def test_float8_rounds_the_blocks_products_and_changes_no_name() -> None:
     assert (rounded_gradients[layer] - gradients[layer]).norm() < 0.2 * gradients[layer].norm()
 
 
-def test_float8_leaves_out_routers_and_experts() -> None:
+def test_float8_converts_the_attention_alone_of_experts() -> None:
     changes = {"n_query_groups": 1, "head_size": 16, "n_expert": 16, "n_expert_per_token": 2, "norm_qk": False}
     model = LossGPT(Config.from_name("Qwen3-30B-A3B", **(SMALL | changes))).bfloat16()
     multiply_in_float8(model, emulate=True)

@@ -126,7 +126,7 @@ def test_scancel_from_outside_is_told_as_a_cancellation(slurm: Cluster, tmp_path
     [
         ({"venv": "/nosuch"}, "[slurm.venv] platform.venv=/nosuch has no python with train-litgpt (on n"),
         ({"modules": ["nosuch/1"]}, "[slurm.module] platform.modules: nosuch/1 cannot be loaded (on n"),
-        ({"secrets": {"TOKEN": "/nosuch"}}, "[slurm.secret] platform.secrets.TOKEN=/nosuch cannot be read (on n"),
+        ({"secrets": {"TOKEN": "/no"}}, "[slurm.secret] the file /no of platform.secrets.TOKEN cannot be read (on n"),
     ],
 )
 def test_job_that_cannot_start_its_nodes_says_why(
@@ -280,13 +280,12 @@ def test_root_that_nodes_do_not_see_is_a_user_error(
         assert "is not there on this node, or cannot be written" in seen.evictions[0]
 
 
-def test_secret_and_odd_root_reach_the_node(slurm: Cluster, tmp_path: Path) -> None:
+def test_node_gets_secrets_below_an_odd_root(slurm: Cluster, tmp_path: Path) -> None:
     (key := tmp_path / "key").touch(mode=0o600)
     key.write_text("it's $HOME")
     (folder := tmp_path / "a %j 'b' $HOME").mkdir()
-    platform, job_id = submitted_job(
-        folder, "odd", "import os; print('key', os.environ['KEY'])", secrets={"KEY": str(key)}
-    )
+    text = "import os; print('key', os.environ['KEY'])"
+    platform, job_id = submitted_job(folder, "odd", text, secrets={"KEY": str(key)})
     assert ended(platform, job_id).state is JobState.SUCCEEDED
     assert any("key it's $HOME" in line.text for line in platform.logs(job_id).lines)
 

@@ -83,7 +83,7 @@ def config(folder: Path, script: str, *changes: str) -> list[str]:
     return [*words, f"platform.venv={VENV}", "platform.grace=2", "platform.gate=0", "platform.account=lab", *changes]
 
 
-def test_second_user_of_a_shared_root_sees_the_run_and_joins_it(cluster: Cluster, shared: Path) -> None:
+def test_second_user_of_a_shared_root_follows_the_run(cluster: Cluster, shared: Path) -> None:
     """Only its user can cancel a job, and the same command of another user starts none."""
     words = config(shared, "waits")
     with started("alice", shared, "run", *words) as alice:
@@ -188,7 +188,7 @@ def test_end_of_a_job_is_known_after_the_controller_forgot_it(cluster: Cluster, 
         assert platform.status(cancelled).state is JobState.CANCELLED
 
 
-def test_second_user_is_referred_to_the_first_where_jobs_are_hidden(
+def test_second_user_of_hidden_jobs_is_referred_to_the_first(
     shared: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder := tmp_path_factory.mktemp("private")).chmod(0o755)

@@ -85,7 +85,7 @@ def test_cluster_with_another_certificate_is_sent_no_token(
     assert cluster.traffic.calls.total() == before
 
 
-def test_cluster_of_a_record_is_believed_if_the_user_names_its_project(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cluster_of_a_record_needs_a_project_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the root can have a record name a cluster of theirs, which then gets Google's token."""
     section = settings().model_dump(mode="json") | {"project": "evil"}
     for known in ("", PROJECT):

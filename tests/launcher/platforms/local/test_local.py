@@ -63,7 +63,7 @@ def test_the_port_of_a_job_is_nobody_elses_while_it_is_reserved() -> None:
             pass  # the programs that are told of them can listen there
 
 
-def test_an_emptied_bucket_gets_a_new_job_and_no_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emptied_bucket_gets_a_new_job_without_the_old_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job's folder is on this machine, so it outlives the root; the attempt made anew is number 1 too."""
     monkeypatch.setenv("TRAIN_LITGPT_HOME", str(tmp_path))
     platform = LocalPlatform(LocalPlatformConfig(kind="local"))

@@ -166,12 +166,8 @@ def test_clear_refusals_are_final_at_once(words: str, by_program: Make, cluster:
     assert len(cluster.submissions) == 1
 
 
-@pytest.mark.parametrize(
-    "words", ["Forbidden", "403", 'trainings is forbidden: User "me" cannot list resource "trainings"']
-)
-def test_project_that_one_may_not_use_is_a_login_problem(
-    words: str, by_program: Make, cluster: runai.Cluster, waiting: Job
-) -> None:
+@pytest.mark.parametrize("words", ["Forbidden", "403", 'x is forbidden: User "me" cannot list resource "x"'])
+def test_foreign_project_is_a_login_problem(words: str, by_program: Make, cluster: runai.Cluster, waiting: Job) -> None:
     here = by_program("v2")
     assert here.render(waiting)
     cluster.fault = words
@@ -180,9 +176,7 @@ def test_project_that_one_may_not_use_is_a_login_problem(
     assert "runai.login" in found(here, waiting)
 
 
-def test_message_of_an_unknown_flag_is_not_the_end_of_the_usage(
-    by_program: Make, cluster: runai.Cluster, waiting: Job
-) -> None:
+def test_error_before_the_usage_is_reported(by_program: Make, cluster: runai.Cluster, waiting: Job) -> None:
     here = by_program("v2")
     submission = here.render(waiting)
     cluster.fault = "unknown flag: --new\nUsage:\n  runai submit\n\nFlags:\n  --wait duration\n  --workers int"
@@ -224,7 +218,7 @@ def test_a_training_is_posted_once_with_what_it_asks_for_whichever_grant_the_ver
 
 
 @pytest.mark.parametrize(("project", "longer"), [("team-a", "large-"), ("team-a-2", "")])
-def test_a_job_of_a_name_or_project_that_contains_ours_is_let_alone(
+def test_job_whose_name_contains_ours_is_left_alone(
     project: str, longer: str, cluster: runai.Cluster, by_rest: Make, waiting: Job
 ) -> None:
     """Run:ai's filters match more than they say, as the stand-in's do."""
