@@ -63,7 +63,10 @@ _REASONS = {
     "Resources": ("the nodes that it needs are in use", "wait, or ask for fewer nodes or less time"),
     "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", "see `sinfo -R`, or exclude fewer nodes"),
     "PartitionTimeLimit": ("platform.time is longer than the partition allows", "shorten it: see `sinfo -o '%P %l'`"),
-    "PartitionNodeLimit": ("the partition allows fewer nodes", "lower platform.nodes, or take another partition"),
+    "PartitionNodeLimit": (
+        "the partition allows fewer nodes, or nodes of it are down or drained",
+        "see `sinfo -R`; wait, lower platform.nodes, or take another partition",
+    ),
     "PartitionDown": ("the partition is down", "take another one: see `sinfo`"),
     "PartitionInactive": ("the partition is inactive", "take another one: see `sinfo`"),
     "BadConstraints": ("no nodes have what platform.constraint asks for", "see `sinfo -o '%P %f'`"),
@@ -78,9 +81,10 @@ _REASONS = {
 _LIMIT = re.compile(r"(Assoc|QOS)(?P<who>Max|Grp|)(?P<what>.*)")
 
 # Reasons that no end of another job removes (src/common/job_state_reason.c): the job asks for what it may not have, or
-# for what is used up for months. A hold is somebody's will.
+# for what is used up for months. A hold is somebody's will, and PartitionNodeLimit may also mean that nodes are down or
+# drained (https://slurm.schedmd.com/job_reason_codes.html).
 _LASTING = re.compile(
-    r"(?:Bad)?Constraints|Partition(?:TimeLimit|NodeLimit|Config)|Invalid(?:Account|QOS)|(?:Account|QOS)NotAllowed"
+    r"(?:Bad)?Constraints|Partition(?:TimeLimit|Config)|Invalid(?:Account|QOS)|(?:Account|QOS)NotAllowed"
     r"|DependencyNeverSatisfied|Reservation(?:Deleted|Invalid)|DeadLine|MaxMemPerLimit|QOSMin\w+"
     r"|(?:Assoc|QOS)(?:Max\w+Per(?:Job|Node)(?:Limit)?|Grp(?:\w+(?<!Run)Minutes(?:Limit)?|WallLimit))"
 )

@@ -312,7 +312,7 @@ def test_a_job_that_waits_says_why_and_until_when(
         ("BadConstraints", True), ("InvalidAccount", True), ("PartitionTimeLimit", True), ("QOSNotAllowed", True),
         ("AssocMaxNodePerJobLimit", True), ("AssocGrpCPUMinutesLimit", True), ("QOSMinGRES", True),
         ("AssocGrpCPURunMinutesLimit", False), ("AssocGrpNodeLimit", False), ("QOSMaxNodePerUserLimit", True),
-        ("Priority", False), ("JobHeldUser", False), ("AReasonOfTomorrow", False),
+        ("Priority", False), ("JobHeldUser", False), ("AReasonOfTomorrow", False), ("PartitionNodeLimit", False),
     ],
 )  # fmt: skip
 def test_job_that_cannot_start_is_refused_in_time(
