@@ -64,7 +64,8 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
     software += [f"export PATH={shlex.quote(settings.venv)}/bin:$PATH"] if settings.venv else []
     if settings.container is None:
         where = f"platform.venv={settings.venv} has" if settings.venv else "platform.venv is not set, and PATH has"
-        software += [f"python -c 'import litgpt_demo' || {_fail('venv', f'{where} no python with train-litgpt')}"]
+        program = shlex.quote(f"{settings.venv}/bin/python") if settings.venv else "python"  # not PATH's next
+        software += [f"{program} -c 'import litgpt_demo' || {_fail('venv', f'{where} no python with train-litgpt')}"]
     else:
         has = {"pyxis": "srun --help | grep -e --container-image", "apptainer": "command -v apptainer"}
         fail = _fail("container", f"platform.container={settings.container}, but this node does not have it")

@@ -19,7 +19,7 @@ exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
 export LITGPT_NETWORK='{"name":"plain","gate_seconds":0}'
 export PYTHONUNBUFFERED=1
 export PATH=/shared/venv/bin:$PATH
-python -c 'import litgpt_demo' || fail venv 'platform.venv=/shared/venv has no python with train-litgpt'
+/shared/venv/bin/python -c 'import litgpt_demo' || fail venv 'platform.venv=/shared/venv has no python with train-litgpt'
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
 export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"

@@ -193,7 +193,7 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
 @pytest.mark.parametrize(
     ("root", "changes", "programs", "words"),
     [
-        ("", {"venv": "/nosuch/venv"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch/venv has no python"),
+        ("", {"venv": "/nosuch/venv"}, {}, "[slurm.venv] platform.venv=/nosuch/venv has no python"),
         ("", {}, {"python": "exit 127"}, "[slurm.venv] platform.venv is not set, and PATH has no python"),
         ("", {"modules": ["no/1"]}, {"module": "exit 1"}, "[slurm.module] platform.modules: no/1 cannot be loaded"),
         ("", {"secrets": {"TOKEN": "~/no"}}, {}, "[slurm.secret] the file ~/no of platform.secrets.TOKEN cannot be"),
