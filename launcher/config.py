@@ -107,7 +107,7 @@ class StartSettings(Settings, title="Start"):
     """The same in full, by which a sweep that is resumed finds its trials again. Sweeps set it."""
 
 
-class TrainingStart(StartSettings):
+class TrainingStart(StartSettings, allow_inf_nan=False):
     """The same for a training, and the money that it may cost: it can be asked to save and leave."""
 
     max_usd: float | None = Field(None, gt=0)

@@ -555,7 +555,8 @@ class RestartSettings(Settings, title="Restarts"):
         return found
 
 
-class TrainConfig(Settings, title="Training", hide_input_in_errors=True):  # of what is written where a name belongs
+# The input is hidden because of what is written where a name belongs.
+class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_inf_nan=False):
     """The settings of a training."""
 
     # These change what is computed at once, written or measured, not what the model becomes beyond rounding: a run may

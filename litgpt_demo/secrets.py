@@ -25,19 +25,20 @@ T = TypeVar("T")
 HIDDEN = "[secure]"
 
 # Headers, members of JSON, user information and signatures of URLs, in whatever an answer may repeat of a request.
-_NAMES = r"[\w.-]*(?:secret|token|password|passwd|signature|credential|assertion|api[_-]?key)[\w.-]*"
+_NAMES = r"[\w.-]{0,60}(?:secret|token|password|passwd|signature|credential|assertion|api[_-]?key)[\w.-]{0,60}"
 # What each of the patterns needs, in lower case and found faster than they are: most lines of a log have none.
 _HINTS = (
     "secret", "token", "passw", "signature", "credential", "assertion", "api", "bearer", "basic", "eyj", "hf_", "://",
     "_key", "akia", "asia", "slack", "xox", "wandb", "gh", "ya29.",
 )  # fmt: skip
+# Repetitions before the last part are bounded, so that the time grows with the length: nodes print lines of 4 MiB.
 _PATTERNS = (
     # Words have no capital or digit within: "Bearer tokens" is told, "Bearer s3cret" is not.
     (re.compile(r"\b((?i:Bearer|Basic)\s+)(?=\S*[A-Z0-9])[\w.~+/%-]{6,}=*"), rf"\1{HIDDEN}"),
     (re.compile(rf"""(\\?["']{_NAMES}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"([?&;\"']{_NAMES}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
-    (re.compile(r"\beyJ[\w-]+\.[\w-]+\.[\w-]*"), HIDDEN),  # a JSON web token
-    (re.compile(r"(\b[A-Z0-9_]*(?:SECRET|TOKEN|PASSWORD|(API|ACCESS)_KEY)(_[A-Z0-9_]+)?=)[^\s$]\S+"), rf"\1{HIDDEN}"),
+    (re.compile(r"\beyJ[\w-]{1,1000}\.[\w-]+\.[\w-]*"), HIDDEN),  # a JSON web token
+    (re.compile(r"((?:SECRET|TOKEN|PASSWORD|(?:API|ACCESS)_KEY)(?:_[A-Z0-9_]{1,60})?=)[^\s$]\S+"), rf"\1{HIDDEN}"),
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), HIDDEN),  # a token of the Hub
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"), HIDDEN),  # AWS
     (re.compile(r"\b(hooks\.slack\.com/\w+/)[^\s\"'>|]+"), rf"\1{HIDDEN}"),
@@ -46,7 +47,7 @@ _PATTERNS = (
     (re.compile(r"((?i:wandb|api.key)\W{1,4})[0-9a-f]{40}\b"), rf"\1{HIDDEN}"),  # an older key of W&B
     (re.compile(r"\b(?:gh[a-z]_[A-Za-z0-9]{30,}|github_pat_\w{30,})"), HIDDEN),
     (re.compile(r"\bya29\.[\w.-]{20,}"), HIDDEN),  # a token of Google's
-    (re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s/?#:@]*:)[^\s/]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
+    (re.compile(r"([a-z0-9+.-]://[^\s/?#:@]*:)[^\s/]+@", re.IGNORECASE), rf"\1{HIDDEN}@"),
 )
 
 

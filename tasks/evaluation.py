@@ -46,6 +46,7 @@ async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
     emit(StepStarted(step=Step.EVALUATION, what=", ".join(asked.tasks)))
     require(check_evaluation(asked))
     storage = open_storage(run)
+    await asyncio.to_thread(_model_of, storage)  # a lease would make the folder of a run that does not exist
     async with _alone(storage):
         final = await asyncio.to_thread(_model_of, storage)
         path = await asyncio.to_thread(place_of, final, asked)

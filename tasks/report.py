@@ -37,7 +37,7 @@ from litgpt_demo.errors import DataError, TrainLitgptError, words_of
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import NUMBERS, damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
-from litgpt_demo.storage import ObjectInfo, bucket_path, open_storage
+from litgpt_demo.storage import MANIFEST, ObjectInfo, bucket_path, open_storage
 from tasks.steps import emit, report_unreadable, step_task
 
 # Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
@@ -228,13 +228,15 @@ class LiveReport:
         return _report_of(self._run, self.dataset, self.identity, final, live=live, ended=ended)
 
     async def _write(self, *, live: bool, ended: str = "") -> bool:
-        """Write report.html; return False where nothing was started yet, or it cannot be written."""
+        """Write report.html. Return False where nothing was started yet, the page is published, or writing fails."""
 
         def write() -> bool:
             made = self._made(live=live, ended=ended)
-            if made.attempts:
-                self._run.storage.write(REPORT, report.html(made).encode())
-            return bool(made.attempts)
+            is_published = made.final is not None and made.final.complete and self._run.storage.exists(MANIFEST)
+            if not made.attempts or is_published:  # a published page is a file of the run's manifest
+                return False
+            self._run.storage.write(REPORT, report.html(made).encode())
+            return True
 
         with _warning():
             return await asyncio.to_thread(write)
@@ -246,7 +248,7 @@ def _warning() -> Iterator[None]:
     """Turn an error of the report into a warning: the run continues."""
     try:
         yield
-    except (TrainLitgptError, OSError) as error:
+    except Exception as error:  # of any kind: it must not hide why the run itself ended
         emit(Note(what=f"{REPORT} could not be written: {words_of(error)}", severity="warning"))
 
 

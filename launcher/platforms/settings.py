@@ -60,7 +60,7 @@ def _in_order_of_the_class(schema: dict[str, Any], model: type[PlatformSettings]
 class PlatformSettings(Settings):
     """The `platform` section of a config. Each platform has a class of its own, told apart by `kind`."""
 
-    model_config = ConfigDict(json_schema_extra=_in_order_of_the_class)
+    model_config = ConfigDict(json_schema_extra=_in_order_of_the_class, allow_inf_nan=False)
 
     on_this_machine: ClassVar[bool] = False
     """Nodes are processes of this machine: they have its files, packages, environment, memory and GPUs."""

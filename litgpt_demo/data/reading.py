@@ -249,7 +249,7 @@ MOST_POINTER = 1024
 
 def require_content(head: bytes, address: str) -> None:
     """Refuse a pointer, which stands for a file in a clone without Git LFS: a UserError."""
-    if head.startswith(b"version https://git-lfs.github.com/spec/"):
+    if head.startswith(b"version https://git-lfs.github.com/spec/") and b"\noid sha256:" in head:
         what = f"{address} is a Git LFS pointer: the file itself was not downloaded"
         raise UserError(what, fix="run `git lfs pull` where it was cloned")
 

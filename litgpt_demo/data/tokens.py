@@ -151,11 +151,16 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config | no_prefix
     complete = {name: content for name, content in files.items() if name in TOKENIZER_FILES}
     complete["tokenizer_config.json"] = _as_json(config)
+    # transformers saves both with a tokenizer that it has used with them, and LitGPT's loader would apply them.
+    is_cut_or_padded = tokenizer.truncation is not None or tokenizer.padding is not None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     framed, text = (tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
     starts = (at for at in range(len(framed)) if framed[at : at + len(text)] == text)
     prefix = framed[: next(starts, 0)]
     if framed != text:
         tokenizer.post_processor = None
+    if framed != text or is_cut_or_padded:
         complete["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
     size = max(ids.values()) + 1
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=size, prefix=tuple(prefix))

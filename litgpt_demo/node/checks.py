@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import platform
 import re
@@ -13,9 +14,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from importlib.machinery import PathFinder
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from litgpt_demo.errors import Fault, Finding, TrainLitgptError
 from litgpt_demo.node import gpu
@@ -77,10 +79,17 @@ def check_packages(environ: Mapping[str, str]) -> Iterator[Finding]:
         if installed is None or module is None:
             continue
         recorded, loaded = Path(str(installed.locate_file(f"{name}/__init__.py"))), Path(module.origin or "a namespace")
-        if loaded.resolve() != recorded.resolve():
+        if loaded.resolve() != recorded.resolve() and not _is_editable(installed, loaded):
             what = f"Python would load {name} from {loaded}, but {name} {installed.version}, which the run records, is "
             fix = f"take that folder off PYTHONPATH, or install your {name} in its place"
             yield Finding("error", "python.packages", f"{what}installed in {recorded.parent}", fix)
+
+
+def _is_editable(installed: Distribution, loaded: Path) -> bool:
+    # https://packaging.python.org/en/latest/specifications/direct-url/
+    origin = json.loads(installed.read_text("direct_url.json") or "{}")
+    folder = Path(unquote(urlsplit(origin.get("url", "")).path))
+    return bool(origin.get("dir_info", {}).get("editable")) and loaded.resolve().is_relative_to(folder.resolve())
 
 
 def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:

@@ -1,3 +1,4 @@
+import math
 from datetime import timedelta
 from functools import reduce
 from operator import getitem
@@ -194,6 +195,13 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"max_steps": 30}, "max_steps: there is no such setting; did you mean train.max_steps?"),
         ({"train": {"betas": 0.9}}, "train.betas: 0.9 given; input should be a list, as [0.9]"),
         ({"train": {"seed": 2**64}}, "train.seed: 18446744073709551616 given; input should be less than"),
+        ({"train": {"learning_rate": math.inf}}, "train.learning_rate: inf given; input should be a finite number"),
+        ({"train": {"hang_after": math.inf}}, "train.hang_after: inf given; input should be a finite number"),
+        (
+            {"platform": {"kind": "slurm", "usd_per_hour": math.inf}},
+            "usd_per_hour: inf given; input should be a finite",
+        ),
+        ({"start": {"max_usd": math.inf}}, "start.max_usd: inf given; input should be a finite number"),
         ({"train": {"global_batch": 20}, "platform": {"kind": "local", "nodes": 2}}, "must be a multiple of 16, for"),
         (
             {"start": {"max_usd": 5}},

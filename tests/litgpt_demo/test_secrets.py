@@ -56,6 +56,13 @@ def test_what_has_the_form_of_a_secret_is_left_out(text: str) -> None:
         assert not re.search("s3cr|czNj", told)
 
 
+@pytest.mark.parametrize("part", ["SECRET_", "secret", "a.", "-eyJ"])
+def test_redaction_takes_time_in_proportion(part: str) -> None:
+    """A line of a node may have 4 MiB; with the square of the length this one would take minutes."""
+    line = f'"{part * (300_000 // len(part))}'
+    assert redacted(f"{line} https://me:word@host/") == f"{line} https://me:[secure]@host/"
+
+
 def test_other_texts_stay_as_they_are() -> None:
     for text in (
         'the Bearer token is missing; User "me" cannot get resource "secrets"',

@@ -65,6 +65,13 @@ def test_a_model_larger_than_the_memory_is_not_scored(run: Storage, monkeypatch:
         asyncio.run(_evaluated(run, ASKED, PLACE, parameters=7_000_000_000))
 
 
+def test_an_evaluation_of_no_run_makes_no_folder(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.evaluation.check_evaluation", lambda _: ())
+    with pytest.raises(UserError, match="is not there"):
+        asyncio.run(evaluate.fn(run.address(), ASKED))
+    assert not Path(run.address()).exists()
+
+
 def test_a_run_has_one_evaluation_at_a_time(run: Storage) -> None:
     """The second says whose end it waits for."""
     events = list[Event]()

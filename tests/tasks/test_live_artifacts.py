@@ -19,6 +19,7 @@ from launcher.runs.diagnosis import Verdict
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import Fault, Finding
 from litgpt_demo.runs import METRICS, REPORT
+from litgpt_demo.storage import MANIFEST
 from tasks import report
 from tasks.preflight import report_findings
 from tasks.report import LiveArtifacts, LiveReport
@@ -101,3 +102,32 @@ def test_a_run_without_a_model_has_a_report(
         asyncio.run(scene())
     assert re.findall(r'<p class="outcome .*?">(.*?)</p>', run.storage.read(REPORT).decode()) == [outcome]
     assert run.storage.address(REPORT) in shown[0].replace("\\", "")
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_a_failure_leaves_a_published_report(
+    has_manifest: bool, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later command with the same run may fail, as in its evaluation: the run's manifest lists the page."""
+    run = plan_run(tiny())
+    made = SimpleNamespace(attempts=1, final=SimpleNamespace(complete=True))
+    monkeypatch.setattr(LiveReport, "_made", lambda *_, **__: made)
+    monkeypatch.setattr(report.report, "html", lambda _: "stopped")
+    run.storage.write(REPORT, b"published")
+    if has_manifest:
+        run.storage.write(MANIFEST, b"{}")
+    asyncio.run(LiveReport(run)._write(live=False, ended="no such task"))
+    assert run.storage.read(REPORT) == (b"published" if has_manifest else b"stopped")
+
+
+def test_a_report_that_fails_hides_no_error(tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no picture")
+
+    async def scene() -> None:
+        async with LiveReport(plan_run(tiny())):
+            raise JobFailed("out of memory")
+
+    monkeypatch.setattr(LiveReport, "_made", fail)
+    with pytest.raises(JobFailed, match="out of memory"):
+        asyncio.run(scene())

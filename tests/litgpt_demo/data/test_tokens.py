@@ -50,6 +50,16 @@ def texts_of(*documents: str | None) -> pa.LargeStringArray:
     return pa.array(documents, pa.large_string())
 
 
+def test_tokenizer_loses_truncation_and_padding(tokenizer: TokenizerFiles) -> None:
+    """The loader of LitGPT would cut and fill each text by them, and no text of the dataset is."""
+    limited = hugging_face(tokenizer.files)
+    limited.enable_truncation(4)
+    limited.enable_padding(length=16, pad_id=1)
+    made = assemble({"tokenizer.json": limited.to_str().encode()}, origin="a limited one")
+    encoded = hugging_face(made.files).encode(TEXT[1]).ids
+    assert (made.prefix, encoded) == ((), hugging_face(tokenizer.files).encode(TEXT[1]).ids)
+
+
 def test_a_trained_tokenizer_has_the_ids_asked_for_of_a_sample_or_says_how_many_it_gives(
     tokenizer: TokenizerFiles,
 ) -> None:

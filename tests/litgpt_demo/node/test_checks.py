@@ -1,5 +1,6 @@
 """Checks of a machine and its network, on file systems that are made up; sockets are real."""
 
+import json
 import os
 import socket
 import subprocess
@@ -10,7 +11,15 @@ import pytest
 
 from litgpt_demo.errors import Fault, UserError
 from litgpt_demo.node import gpu
-from litgpt_demo.node.checks import check_daemon, check_interfaces, check_machine, check_nccl, check_plugin, cores_of
+from litgpt_demo.node.checks import (
+    check_daemon,
+    check_interfaces,
+    check_machine,
+    check_nccl,
+    check_packages,
+    check_plugin,
+    cores_of,
+)
 from litgpt_demo.node.gpu import VISIBLE, TorchSeen, check_gpus, check_used
 from litgpt_demo.node.network import NetworkUse, NodeNetwork
 from litgpt_demo.node.rendezvous import Node
@@ -61,6 +70,20 @@ def test_node_refuses_packages_from_another_place(program: tuple[str, ...], code
     found = list(check_machine(node, {"PYTHONPATH": str(tmp_path)}, root=tmp_path))
     assert [finding.code for finding in found] == codes
     assert all(f"from {tmp_path}/litgpt/__init__.py, but litgpt 0.5" in finding.what for finding in found)
+
+
+def test_node_takes_an_editable_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, metadata = tmp_path / "src dir/litgpt", tmp_path / "site/litgpt-0.5.13.dist-info"
+    code.mkdir(parents=True)
+    metadata.mkdir(parents=True)
+    (code / "__init__.py").touch()
+    (metadata / "METADATA").write_text("Name: litgpt\nVersion: 0.5.13\n")
+    monkeypatch.setattr(sys, "path", [str(metadata.parent), str(code.parent), *sys.path])
+    origin = {"url": code.parent.as_uri(), "dir_info": {"editable": True}}
+    (metadata / "direct_url.json").write_text(json.dumps(origin))
+    assert list(check_packages({})) == []
+    (metadata / "direct_url.json").write_text(json.dumps(origin | {"url": "file:///somewhere/else"}))
+    assert [finding.code for finding in check_packages({})] == ["python.packages"]
 
 
 def test_ranks_are_kept_to_the_cores_that_the_network_leaves_them() -> None:

@@ -190,6 +190,14 @@ def test_git_lfs_pointer_in_a_corpus_is_refused(tmp_path: Path, bucket: Storage,
             list(documents(data, sources(corpus), tmp_path / "scratch"))
 
 
+def test_a_text_about_git_lfs_is_a_document(tmp_path: Path) -> None:
+    """It begins as a pointer does, and stands for no file."""
+    text = f"{POINTER.splitlines()[0].decode()} is how a pointer begins"
+    write(tmp_path, {"a.txt": text.encode()})
+    data = DataConfig(corpus=files(tmp_path))
+    assert "".join(documents(data, sources(data.corpus), tmp_path / "scratch")) == text
+
+
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl.zst": COMPRESS[".zst"](b'{"text": "' + b"x" * 200_000_000)})
     data = DataConfig(corpus=files(tmp_path), max_document_bytes=1_000_000)
