@@ -128,7 +128,7 @@ class Tracker:
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
 _QUICK = 3.0  # seconds that nobody minds
 _REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
-_BAR = BarColumn(bar_width=28)
+_BAR = BarColumn(bar_width=12)
 
 
 class Measured(ProgressColumn):

@@ -376,7 +376,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigProblem(f"{path} has more than {_LARGEST:,} bytes, which no config has; give one")
         document = load_yaml(content.decode())
     except FileNotFoundError as error:
-        raise ConfigProblem(f"{path} is not there; the shipped ones are deployments/configs/*.yaml") from error
+        where = "deployments/configs, platform files in deployments/configs/profiles"
+        raise ConfigProblem(f"{path} does not exist; shipped configs are in {where}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):

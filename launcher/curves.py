@@ -47,10 +47,11 @@ class Progress:
 
     @property
     def facts(self) -> list[str]:
-        """The facts of one that runs: loss, throughput, MFU, time left."""
+        """The facts of one that runs: loss, throughput, time left, MFU."""
         pace = [] if self.tokens_per_second is None else [rate_text(self.tokens_per_second)]
         used = [] if self.mfu is None else [f"MFU {share_text(self.mfu)}"]
-        return [*self.outcome, *pace, *used, *([f"{duration_text(self.eta_seconds)} left"] if self.eta_seconds else [])]
+        left = [f"{duration_text(self.eta_seconds)} left"] if self.eta_seconds else []
+        return [*self.outcome, *pace, *left, *used]
 
 
 def summary(rows: Sequence[Row]) -> Progress:

@@ -406,10 +406,9 @@ class DataConfig(Settings, title="Data"):
         of_ids, mixture = isinstance(self.corpus, TokensCorpus), self.mixture
         names, starts = [one.label for one in mixture], [stage.after for stage in self.stages]
         if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
-            raise ValueError(
-                "data.tokenizer: token ids need the tokenizer that made them, and a mixture one that is there before "
-                "its sources are read; name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
-            )
+            why = "token ids need the tokenizer that made them" if of_ids else "a mixture cannot train its tokenizer"
+            name = "{kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
+            raise ValueError(f"data.tokenizer: {why}; name it, as {name}")
         if of_ids and self.filters != Filters():
             raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
         if mixture and self.corpus != type(self).model_fields["corpus"].default:

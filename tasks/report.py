@@ -217,11 +217,14 @@ class LiveReport:
             self._news.set()
 
     async def _until_the_end(self) -> None:
+        pause = LINE
         while True:
-            await asyncio.sleep(LINE)
+            await asyncio.sleep(pause)
             await self._news.wait()
             self._news.clear()
+            begun = time.monotonic()
             await self._write(live=True)
+            pause = max(LINE, 20 * (time.monotonic() - begun))  # a run of many nodes and attempts has much to read
 
     def _made(self, *, live: bool, ended: str = "") -> RunReport:
         final = exported(self._run.storage)

@@ -49,7 +49,7 @@ _TAIL = 200  # lines that are kept for the verdict
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
 _LONGEST_WHY = 4_000  # characters of a verdict in an event: Prefect refuses long ones
 _LOGGED = 40  # lines of node 0 that Prefect's database gets of a minute: NCCL alone prints thousands
-_MOST_UNFOUNDED = 20  # rows of checkpoints that do not exist, after which no row of the attempt is looked up
+_MOST_UNFOUNDED = 20  # checkpoints of an attempt that do not exist or are not looked up yet; more rows are left out
 _MOST_WARNINGS = 20  # of an attempt that are told
 # As `warn` of the trainer and a node's findings have it, behind what torchrun puts before it.
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
@@ -373,6 +373,11 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
         lines = Lines(record, root, live, on_row, leads=lambda: lease.held)
         if position:
             lines.know(await asyncio.to_thread(read_metrics, index.root.within(f"runs/{record.run}")))
+
+        def keep(position: str) -> None:
+            lines.announce()
+            index.read_up_to(record, position)
+
         refused = None
         try:
             status = await follow(
@@ -383,7 +388,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
                 on_silence=_tell_of_silence,
                 poll=platform.poll_seconds,
                 position=position,
-                on_position=partial(index.read_up_to, record),
+                on_position=keep,
                 recorded=partial(claim.attempts.recorded_end, record),
             )
         except JobRefused as error:  # it lingers: it would start when nobody watches it
@@ -448,7 +453,7 @@ class Lines:
         self._status: JobStatus | None = None
         # A bucket that is away must not hold up the log for as long as a step may wait for it.
         self._run = replace(open_storage(root).within(f"runs/{record.run}"), patience=5.0)
-        self._announced, self._unfounded = set[int](), 0
+        self._unannounced, self._announced, self._unfounded = dict[int, float | None](), set[int](), 0
         self._losses = dict[int, float]()  # of the steps since the last checkpoint
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)
         self.damaged = damaged_lines()
@@ -500,8 +505,9 @@ class Lines:
                     loss = None
                     for step in [step for step in self._losses if step <= row["step"]]:
                         loss = self._losses.pop(step)
-                    if self._leads() and self._is_committed(row["step"]):
-                        reach("checkpoint.committed", self._record.run, self._root, step=row["step"], loss=loss)
+                    looks = len(self._unannounced) + self._unfounded
+                    if self._leads() and row["step"] not in self._announced and looks < _MOST_UNFOUNDED:
+                        self._unannounced[row["step"]] = loss
                 continue
             short = replace(line, text=self._clean(line.text[:_LONGEST]))
             self.tail.append(short)
@@ -515,16 +521,19 @@ class Lines:
         if time.monotonic() > self._logged_at + LINE:
             self.log()
 
-    def _is_committed(self, step: int) -> bool:
-        """Return whether a checkpoint exists that was not announced before. Any program can print such a row."""
-        if step in self._announced or self._unfounded > _MOST_UNFOUNDED:
-            return False
-        with suppress(TrainLitgptError):
-            if self._run.exists(f"{checkpoints.folder_of(step)}/{MANIFEST}"):
+    def announce(self) -> None:
+        """Emit an event for each new checkpoint that exists: any program can print such a row. It reads the storage."""
+        for step, loss in [*self._unannounced.items()]:
+            try:
+                exists = self._run.exists(f"{checkpoints.folder_of(step)}/{MANIFEST}")
+            except TrainLitgptError:
+                return  # the next lines repeat it
+            del self._unannounced[step]
+            if exists:
                 self._announced.add(step)
-                return True
-        self._unfounded += 1
-        return False
+                reach("checkpoint.committed", self._record.run, self._root, step=step, loss=loss)
+            else:
+                self._unfounded += 1
 
     def _is_news(self, warning: str) -> bool:
         if warning in self._warned or len(self._warned) > _MOST_WARNINGS:

@@ -12,13 +12,13 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 34_195,
-    "launcher": 15_770,
-    "launcher/platforms/kubernetes": 2_906,
-    "litgpt_demo": 13_846,
+    "source": 36_991,
+    "launcher": 16_273,
+    "launcher/platforms/kubernetes": 2_930,
+    "litgpt_demo": 15_836,
     "bench": 800,
-    "tests": 28_500,
-    "test data": 3_633,
+    "tests": 31_552,
+    "test data": 3_667,
 }
 
 

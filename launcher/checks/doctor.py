@@ -20,6 +20,7 @@ from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
 from litgpt_demo.errors import Finding, words_of
+from litgpt_demo.node.checks import check_packages
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
@@ -42,6 +43,7 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
             yield Finding("info", f"package.{name}", f"{name} {found}")
         else:
             yield Finding("warning", f"package.{name}", f"{name} {found}", f"tested with {known}")
+    yield from check_packages(os.environ)
     yield from check_root(root)
     memory = psutil.virtual_memory()
     what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"

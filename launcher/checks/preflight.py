@@ -156,7 +156,7 @@ def origin_problems(run: Run, origin: Origin, *, vocab_size: int) -> Iterator[Fi
 def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
     """Check that there is a harness to score the model by, and the folder of the user's own tasks."""
     if missing := [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]:
-        what = f"evaluation needs {' and '.join(missing)}, which is not installed here"
+        what = f"evaluation needs {' and '.join(missing)}, but not all of them are installed here"
         yield Finding("error", "evaluation.missing", what, 'pip install "train-litgpt[evaluate]"')
     if asked.folder is not None and not asked.folder.is_dir():
         what = f"evaluation.task_folder={asked.task_folder} is not a folder of this machine"

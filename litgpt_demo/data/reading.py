@@ -228,6 +228,7 @@ _FOREIGN = {
     b"\4\x22\x4d\x18": "compressed by lz4; decompress it",
     b"%PDF-": "a PDF document; extract its text",
     b"PAR1\x15": "a parquet file; set data.corpus.format=parquet, or give it a name that ends in .parquet",
+    b"\x93NUMPY": "an array of numpy.save; write token ids as flat files, and set data.corpus.kind=tokens",
     b"\xff\xfe": _UTF16,
     b"\xfe\xff": _UTF16,
 }
@@ -236,11 +237,12 @@ HEAD = 512
 
 # The same for files of ids, which have no header. llm.c and modded-nanogpt: dev/data/data_common.py of karpathy/llm.c.
 _WITH_HEADER = {
-    b"LITPKDS": "a file of LitGPT's packed dataset, which has a header",
-    **{number.to_bytes(4, "little"): "a file of llm.c, which has a header" for number in (20240520, 20240801)},
-    b"\x93NUMPY": "a file of numpy.save, which has a header; numpy.load(FILE).astype('<u2').tofile(NEW) writes none",
-    b"MMIDIDX\0\0": "a file of Megatron's index; the ids are in the .bin beside it",
-    b"ARROW1\0\0": "a file of Arrow",
+    b"LITPKDS": "of LitGPT's packed dataset, which has a header",
+    **{number.to_bytes(4, "little"): "of llm.c, which has a header" for number in (20240520, 20240801)},
+    b"\x93NUMPY": "of numpy.save, which has a header; write it by numpy.load(FILE).astype('<u2').tofile(TRAIN_BIN), "
+    "with '<u4' for a tokenizer of more than 65,536 ids",
+    b"MMIDIDX\0\0": "of Megatron's index; the ids are in the .bin beside it",
+    b"ARROW1\0\0": "of Arrow",
 }
 
 MOST_POINTER = 1024
@@ -280,9 +282,8 @@ def foreign(head: bytes) -> str | None:
 
 def not_ids(head: bytes, size: int) -> str | None:
     """Return what a file of `size` bytes with these first ones is instead of flat token ids."""
-    known = _WITH_HEADER | {
-        magic: what for magic, what in _FOREIGN.items() if what != _UTF16
-    }  # whose mark may be an id
+    known = {magic: what for magic, what in _FOREIGN.items() if what != _UTF16}  # two bytes may be an id
+    known |= {magic: f"a file {what}" for magic, what in _WITH_HEADER.items()}
     if found := next((what for magic, what in known.items() if head.startswith(magic)), None):
         return found
     if found := next((one.name for one in _COMPRESSIONS if re.match(one.magic, head)), None):

@@ -89,7 +89,8 @@ def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> 
         files = {"tokenizer.json": storage.read(name)}
     except FileNotFoundError as error:
         raise UserError(
-            f"data.tokenizer: {storage.address(name)} is not there; give the folder or file with a tokenizer.json "
+            f"data.tokenizer: {storage.address(name)} is not a file; "
+            "kind=file takes the path of a tokenizer.json, kind=litgpt its folder "
             "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
         ) from error
     files |= {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}

@@ -44,6 +44,7 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks, thread_of
 from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, State, files_of_state, load_shards, training_state
+from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.setup import Training
 
 T = TypeVar("T")
@@ -285,7 +286,9 @@ class Shards:
         if self._stream is not None:
             self._pinned = torch.frombuffer(block, dtype=torch.uint8)
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            torch.cuda.check_error(cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0))
+            if error := cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0):
+                warn(f"saves are copied through pageable memory, which is slower: cudaHostRegister answered {error}")
+                self._pinned = None
         copies = dict[MetadataIndex, Tensor]()
         for (index, source), start in zip(sources.items(), accumulate(sizes, initial=0), strict=False):
             copies[index] = torch.empty(source.shape, dtype=source.dtype)

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable
 from contextvars import copy_context
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -69,6 +69,21 @@ def test_narrow_terminal_cuts_only_the_text_of_a_step() -> None:
     *_, line = filter(None, map(str.rstrip, re.split(r"[\r\n]", text)))
     assert re.fullmatch(r"[\u2800-\u28ff] 5/5 checkpoints \(.+\) comparing it in transformers.*…", line)
     assert len(line) <= 80
+
+
+def test_narrow_terminal_shows_time_left_of_a_training() -> None:
+    """The MFU, which comes behind it, is cut instead."""
+    file = io.StringIO()
+    steps = training(8_000)[:400]
+    for event in steps[1:]:
+        cast(MetricsRow, event).row["mfu"] = 0.25
+    with Watch(Screen(file=file, width=80, force_terminal=True, highlight=False)) as watch:
+        report(StepStarted(step=Step.TRAINING))
+        for event in steps:
+            report(event)
+        watch._progress.refresh()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())
+    assert re.search(r"399/8000 loss 2\.5000  1,000 tok/s  4 h 13 min left", text), text[-200:]
 
 
 def test_a_script_has_three_steps_of_its_own() -> None:

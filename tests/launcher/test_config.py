@@ -193,6 +193,10 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"train": None}, "train: None given; settings belong here"),
         ({"name": "x" * 33}, "given; a name has lower-case letters"),
         ({"max_steps": 30}, "max_steps: there is no such setting; did you mean train.max_steps?"),
+        (
+            {"data": {"mixture": [{"corpus": {"kind": "stdlib"}, "weight": 1}]}},
+            "a mixture cannot train its tokenizer",
+        ),
         ({"train": {"betas": 0.9}}, "train.betas: 0.9 given; input should be a list, as [0.9]"),
         ({"train": {"seed": 2**64}}, "train.seed: 18446744073709551616 given; input should be less than"),
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate: inf given; input should be a finite number"),

@@ -175,6 +175,11 @@ def test_doctor_tells_what_is_there_and_a_fix_of_what_is_not(tmp_path: Path, mon
         assert severities(tmp_path)["prefect.server"] == "info"
         assert [one.splitlines()[0] for one in server.asked] == ["GET /api/health HTTP/1.1"]
     assert severities(tmp_path)["prefect.server"] == "error"
+    (tmp_path / "litgpt").mkdir()
+    (tmp_path / "litgpt/__init__.py").touch()
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        assert severities(tmp_path)["python.packages"] == "error"
     (tmp_path / "file").touch()
     assert severities(tmp_path / "file")["root.not-a-folder"] == "error"
     monkeypatch.setenv("PATH", str(tmp_path))

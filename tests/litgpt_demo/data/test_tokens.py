@@ -144,7 +144,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
     spoilt = definition_of(tokenizer, model={"type": "BPE", "vocab": {"a": "?"}})
     for number, (files, words) in enumerate(
         [
-            ({}, "tokenizer.json is not there; give the folder"),
+            ({}, "tokenizer.json is not a file; kind=file takes the path"),
             ({"tokenizer.json": whole[:-9]}, r"cut short \(.*EOF while parsing"),
             ({"tokenizer.json": whole, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
             ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),

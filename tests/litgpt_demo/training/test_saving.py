@@ -64,7 +64,9 @@ def silent(saved: Saved) -> None:
     assert saved.warning is None, saved.warning
 
 
-def test_saves_pin_one_block_of_the_states_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_pin_one_block_of_the_states_bytes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """torch's own pinned memory would take the next power of two for each tensor."""
     seen, stream = list[tuple[int, ...]](), SimpleNamespace(wait_event=bool, synchronize=lambda: None)
     cudart = dict.fromkeys(("cudaHostRegister", "cudaHostUnregister"), lambda *block: seen.append(block) or 0)
@@ -84,6 +86,11 @@ def test_saves_pin_one_block_of_the_states_bytes(monkeypatch: pytest.MonkeyPatch
     assert (size <= registered < size + 64 * len(copies), more) == (True, [])
     shards.close()
     assert seen[1:] == [(start,)]
+    cudart["cudaHostRegister"] = lambda *_: 1
+    shards.copy(state, None)
+    shards.close()
+    assert seen[2:] == [], "what was not pinned is not unpinned"
+    assert capsys.readouterr().out.startswith("warning: saves are copied through pageable memory")
 
 
 def test_threads_of_a_rank_work_on_its_device(new_training: NewTraining, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_docume
         ("a.tar.gz", gzip.compress(bundle.getvalue()), "a tar archive; unpack it"),
         ("a.txt", text.encode("utf-16"), "written in UTF-16; convert it, .* iconv -f utf-16"),
         ("a.csv", text.encode("utf-16-be"), "written in UTF-16"),
+        ("a.npy", b"\x93NUMPY\1\0", r"an array of numpy\.save; .* data\.corpus\.kind=tokens"),
         ("a.bin", as_parquet(["one"]), r"a parquet file; set data\.corpus\.format=parquet"),
     ):
         folder = write(tmp_path / name, {name: data, "b.txt": b'{"text": "two"}\n'})
