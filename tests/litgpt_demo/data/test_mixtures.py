@@ -218,7 +218,7 @@ OTHER: dict[str, Any] = SOURCE | {"name": "other"}
     [
         ({"stages": STAGES}, "they need data.mixture"),
         ({"mixture": [SOURCE], "corpus": SOURCE["corpus"]}, "data.corpus and data.mixture are both given"),
-        ({"mixture": [SOURCE, OTHER], "tokenizer": {"kind": "train"}}, "a mixture one that is there before"),
+        ({"mixture": [SOURCE, OTHER], "tokenizer": {"kind": "train"}}, "a mixture cannot train its tokenizer"),
         ({"mixture": [SOURCE, SOURCE]}, r"two sources of one name \(a, a\)"),
         ({"mixture": [SOURCE, OTHER], "stages": [{"after": 0.9, "weights": [1]}]}, "one for each of a, other"),
         ({"mixture": [SOURCE, OTHER], "stages": [*STAGES, *STAGES]}, r"begin after \[0.5, 0.5\]"),
