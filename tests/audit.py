@@ -1,4 +1,4 @@
-"""Known vulnerabilities of the pinned packages: `make audit`. Asks osv.dev, or PyPI where only that is reached."""
+"""Known vulnerabilities of the pinned packages: `make audit`. Asks OSV, or PyPI where only that is reached."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SERVICES = {"osv": "api.osv.dev", "pypi": "pypi.org"}
+SERVICES = ("osv", "pypi")
 OPTIONS = ("--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json", "--desc", "off")
 
 
@@ -31,7 +31,7 @@ def main(files: Iterable[Path]) -> int:
     worst = 0
     for pins in files:
         if not (packages := audited(pins)):
-            print(f"{pins}: could not be checked, neither {' nor '.join(SERVICES.values())} knows its packages here")
+            print(f"{pins}: could not be checked, neither {' nor '.join(SERVICES)} knows its packages here")
             worst = 1
             continue
         bad = [package for package in packages if package["vulns"]]

@@ -127,7 +127,7 @@ def test_extra_of_the_environment_is_not_installed(clone: Clone) -> None:
 @pytest.mark.parametrize(
     ("answers", "line", "code"),
     [
-        (["Traceback", [{"name": "a", "skip_reason": "?"}]], "could not be checked, neither api.osv.dev nor", 1),
+        (["Traceback", [{"name": "a", "skip_reason": "?"}]], "could not be checked, neither osv nor pypi", 1),
         (["Traceback", [{"name": "a", "version": "1", "vulns": []}]], "1 packages checked, 0 with known vuln", 0),
         ([[{"name": "a", "version": "1", "vulns": [{"id": "X-1", "fix_versions": ["2"]}]}]], "X-1, fixed in 2", 1),
     ],
