@@ -11,6 +11,7 @@ import orjson
 import pytest
 from prefect import Flow
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId
 from prefect.exceptions import ParameterTypeError, PrefectHTTPStatusError
 from prefect.runtime import flow_run as this_flow_run
 
@@ -66,7 +67,8 @@ def test_overrides_with_an_integer_too_large_are_refused() -> None:
                 client.create_flow_run_from_deployment(made, parameters={"overrides": {"model.config": value}})
         largest = {"train.seed": 2**64 - 1, "train.learning_rate": 1e-3, "model.config": {"n_layer": None, "x": ["y"]}}
         client.create_flow_run_from_deployment(made, parameters={"overrides": largest})
-        assert len([flow_run for flow_run in client.read_flow_runs() if flow_run.deployment_id == made]) == 1
+        only = DeploymentFilter(id=DeploymentFilterId(any_=[made]))
+        assert len(client.read_flow_runs(deployment_filter=only)) == 1
 
 
 def integers_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -52,10 +52,11 @@ def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_th
         before = beat.read_text()
         until(lambda: beat.read_text() != before)
 
+    flow_runs = []
     with ExitStack() as leases, get_client(sync_client=True) as client:
         for name in ("dies", "lives", "over"):
             config = tiny_under(tmp_path / name)
-            flow_run = flow_run_of(config, Running())
+            flow_runs.append(flow_run := flow_run_of(config, Running()))
             claim = replace(claim_of(config), flow_runs=[str(flow_run)])
             claim.take()
             lease = leases.enter_context(Lease(claim.attempts.index, claim.attempts.run, flow_run=str(flow_run)))
@@ -63,9 +64,8 @@ def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_th
             lease._stop.set() if name == "dies" else lease.release() if name == "over" else None
         found = [name for name in asyncio.run(crashed()) if name.startswith(str(tmp_path))]
         assert found == [str(tmp_path / "dies")]
-        states = {one.name: one.state_type for one in client.read_flow_runs()}
-    ends = [states[str(tmp_path / name)].value for name in ("dies", "lives", "over")]
-    assert ends == ["CRASHED", "RUNNING", "RUNNING"]
+        ends = [client.read_flow_run(flow_run).state_type for flow_run in flow_runs]
+    assert [end and end.value for end in ends] == ["CRASHED", "RUNNING", "RUNNING"]
 
 
 def reaped(root: Path) -> list[Reaped]:
