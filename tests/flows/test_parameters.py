@@ -67,8 +67,7 @@ def test_overrides_with_an_integer_too_large_are_refused() -> None:
                 client.create_flow_run_from_deployment(made, parameters={"overrides": {"model.config": value}})
         largest = {"train.seed": 2**64 - 1, "train.learning_rate": 1e-3, "model.config": {"n_layer": None, "x": ["y"]}}
         client.create_flow_run_from_deployment(made, parameters={"overrides": largest})
-        only = DeploymentFilter(id=DeploymentFilterId(any_=[made]))
-        assert len(client.read_flow_runs(deployment_filter=only)) == 1
+        assert len(client.read_flow_runs(deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=[made])))) == 1
 
 
 def integers_in(schema: Any, path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
