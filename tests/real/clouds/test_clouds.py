@@ -122,7 +122,7 @@ def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on
         platform.settle = 4
         asked = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}
         job_id = platform.submit(platform.render(job_of(**asked, directory=str(tmp_path / "attempts/1"))))
-        log = cluster.folder / "team-a/fate-1/0.log"
+        log = cluster.folder / "team-a/fate-1-000000/0.log"
         until(lambda: log.exists() and "]:first" in log.read_text())
         (tmp_path / "second-life").touch()
         cluster.trainings["team-a", "fate-1-000000"].wanted = "preempt"
