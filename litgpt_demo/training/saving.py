@@ -286,15 +286,15 @@ class Shards:
         if self._stream is not None:
             self._pinned = torch.frombuffer(block, dtype=torch.uint8)
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if error := cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0):
+            if int(error := cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0)):  # every cudaError is true
                 warn(f"saves are copied through pageable memory, which is slower: cudaHostRegister answered {error}")
                 self._pinned = None
         copies = dict[MetadataIndex, Tensor]()
         for (index, source), start in zip(sources.items(), accumulate(sizes, initial=0), strict=False):
-            copies[index] = torch.empty(source.shape, dtype=source.dtype)
+            flat = torch.empty(0, dtype=source.dtype)  # no buffer has no bytes
             if count := source.numel():
                 flat = torch.frombuffer(block, dtype=source.dtype, count=count, offset=start)
-                copies[index] = flat.view(source.shape)
+            copies[index] = flat.view(source.shape)
         return copies
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from hostile import flip_a_bit
 from lightning.fabric import Fabric
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
 from torch import nn
+from torch.autograd import DeviceType
 
 from litgpt_demo import documents
 from litgpt_demo.errors import DataError, DiskFull, NetworkError, NodeError, TrainLitgptError, UserError
@@ -68,10 +69,11 @@ def test_saves_pin_one_block_of_the_states_bytes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """torch's own pinned memory would take the next power of two for each tensor."""
+    success, refusal = DeviceType.CPU, DeviceType.CUDA  # 0 and 1, but both are true, as cudaError is
     seen, stream = list[tuple[int, ...]](), SimpleNamespace(wait_event=bool, synchronize=lambda: None)
-    cudart = dict.fromkeys(("cudaHostRegister", "cudaHostUnregister"), lambda *block: seen.append(block) or 0)
+    cudart = dict.fromkeys(("cudaHostRegister", "cudaHostUnregister"), lambda *block: seen.append(block) or success)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(**cudart))
-    monkeypatch.setattr(torch.cuda, "check_error", bool)
+    monkeypatch.setattr(torch.cuda, "check_error", int)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
     shards, trained = saving.Shards(Ranks(number=0, world=1), torch.device("cuda", 0)), pair(1)
@@ -86,7 +88,7 @@ def test_saves_pin_one_block_of_the_states_bytes(
     assert (size <= registered < size + 64 * len(copies), more) == (True, [])
     shards.close()
     assert seen[1:] == [(start,)]
-    cudart["cudaHostRegister"] = lambda *_: 1
+    cudart["cudaHostRegister"] = lambda *_: refusal
     shards.copy(state, None)
     shards.close()
     assert seen[2:] == [], "what was not pinned is not unpinned"
