@@ -367,11 +367,11 @@ def submit(
     if deployment is None:
         if server_address() is None:
             _print_notes("there is no Prefect server: `train-litgpt serve` starts one, which has these deployments")
-            told = {one["name"]: one["description"] for one in read_yaml(bootstrap.PREFECT_FILE)["deployments"]}
+            texts = {entry["name"]: entry["description"] for entry in read_yaml(bootstrap.PREFECT_FILE)["deployments"]}
         else:
             with server_problems():
-                told = {full: one.description or "" for full, one in deployments_there().items()}
-        _print_table(_answer([{"deployment": name, "what": told[name].partition("\n")[0]} for name in sorted(told)]))
+                texts = {full: found.description or "" for full, found in deployments_there().items()}
+        _print_table(_answer([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)]))
         return
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_profile(profile)

@@ -462,11 +462,10 @@ def _mappings() -> frozenset[str]:
     def look(annotation: Any, name: str) -> None:
         if get_origin(annotation) is dict:
             found.add(name)
-        for branch in (annotation, *get_args(annotation)):
-            for below, field in _fields_of(branch).items():
-                look(field.annotation, f"{name}.{below}".lstrip("."))
-            if branch is not annotation and get_args(branch):
-                look(branch, name)
+        for below, field in _fields_of(annotation).items():
+            look(field.annotation, f"{name}.{below}".lstrip("."))
+        for branch in get_args(annotation):
+            look(branch, name)
 
     for kind in (RunConfig, ScriptConfig, SweepConfig):
         look(kind, "")

@@ -50,8 +50,8 @@ class Progress:
         """The facts of one that runs: loss, throughput, time left, MFU."""
         pace = [] if self.tokens_per_second is None else [rate_text(self.tokens_per_second)]
         used = [] if self.mfu is None else [f"MFU {share_text(self.mfu)}"]
-        left = [f"{duration_text(self.eta_seconds)} left"] if self.eta_seconds else []
-        return [*self.outcome, *pace, *left, *used]
+        remaining = [f"{duration_text(self.eta_seconds)} left"] if self.eta_seconds else []
+        return [*self.outcome, *pace, *remaining, *used]
 
 
 def summary(rows: Sequence[Row]) -> Progress:

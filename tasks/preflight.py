@@ -101,8 +101,8 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
                 emit(Note(what=str(finding), severity="warning"))
     known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
     own = f"this environment ({known})" if config.platform.on_this_machine else "the environment of section platform"
-    here = f"nothing to build on {config.platform.kind}: nodes run {own}"
-    emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else here))
+    none_built = f"nothing to build on {config.platform.kind}: nodes run {own}"
+    emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else none_built))
     return identity
 
 

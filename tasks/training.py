@@ -509,12 +509,13 @@ class Lines:
                     if self._leads() and row["step"] not in self._announced and looks < _MOST_UNFOUNDED:
                         self._unannounced[row["step"]] = loss
                 continue
-            short = replace(line, text=self._clean(line.text[:_LONGEST]))
+            clean = replace(line, text=self._clean(line.text))
+            short = replace(clean, text=clean.text[:_LONGEST])
             self.tail.append(short)
             if (warning := _WARNING.match(short.text)) and self._is_news(warning["what"]):
                 emit(Note(what=str(short), severity="warning"))
                 continue
-            emit(Output(line=str(replace(line, text=self._clean(line.text)))))
+            emit(Output(line=str(clean)))
             if line.node == 0:
                 self._dropped += len(self._unlogged) == _LOGGED
                 self._unlogged.append(str(short))

@@ -188,9 +188,10 @@ def figures(
             peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
+    train, nodes = needed.train, config.platform.nodes
+    ways = train.ways(nodes, config.platform.processes)
     if needed.world_size > 1:
-        train, platform = needed.train, config.platform
-        ways, strategy = train.ways(platform.nodes, platform.processes), train.strategy.replace("auto", "ddp")
+        strategy = train.strategy.replace("auto", "ddp")
         how = needed.why or f"as train.strategy={strategy} says"
         if ways > 1:
             state = memory.weights + memory.optimizer + memory.gradients
@@ -206,7 +207,7 @@ def figures(
     how += "; a report's peak memory counts Python and torch too, 0.5 GB" if place and place.kind == "cpu" else ""
     rows.append(("memory per process", bytes_text(needed.likely), how))
     if place is None or place.kind == "cuda":  # a CPU's copy is in its memory above
-        nodes, state = needed.nodes, memory.saved * needed.train.ways(needed.nodes, needed.world_size // needed.nodes)
+        state = memory.saved * ways
         how = f"weights and AdamW {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
         rows.append(("host memory of a save", bytes_text(-(-state // nodes)), f"{how}, copied on each node"))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]

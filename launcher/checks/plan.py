@@ -279,7 +279,7 @@ def _look(work: Run | Script) -> Sight:
         return Sight(work=work, claim=claim, blind=True, findings=tuple(found))
     if claim.config.start.others == "refuse" and (run is None or finished(run.storage) is None):
         try:
-            settle_others(claim.config, run=work.name)
+            settle_others(claim.config, run=work.name, open=claim.attempts.open)
         except RunIsLive as error:
             found.append(finding_of(error, "run.live"))
         except OUT_OF_SIGHT as error:

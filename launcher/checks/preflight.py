@@ -146,11 +146,11 @@ def origin_problems(run: Run, origin: Origin, *, vocab_size: int) -> Iterator[Fi
     command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
     done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
     if done.returncode:
-        said = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
+        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
         fix = "look at that folder: are its files whole?"
-        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {said[0]}", fix)
+        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {last[0]}", fix)
     else:
-        yield from (Finding("error", "model.from", *one) for one in json.loads(done.stdout.splitlines()[-1]))
+        yield from (Finding("error", "model.from", *problem) for problem in json.loads(done.stdout.splitlines()[-1]))
 
 
 def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:

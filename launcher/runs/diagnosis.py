@@ -293,8 +293,8 @@ def diagnose(
     ]
     if not suspects:  # none is known to have ended badly: the platform's words, and the last lines of the logs
         fault, lines = fault_of_exception(status.native), [str(line) for line in tail][-15:]
-        words = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
-        evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else words
+        no_output = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
+        evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else no_output
         # A job that ended without any word is taken for one whose machine died.
         return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=Cleaner()(evidence), logs=logs)
     nothing = "the node left neither a report nor an exit code"  # its machine is gone, or it never began

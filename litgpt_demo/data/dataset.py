@@ -418,7 +418,7 @@ def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) 
                     ids = np.frombuffer(block, dtype=manifest.dtype)
                     largest, last = max(largest, int(ids.max())), int(ids[-1])
                     ends += int(np.count_nonzero(ids == manifest.end_of_text))
-                    used += np.count_nonzero(ids[: len(ids) // 4 * 4].reshape(-1, 4), axis=0)
+                    used += [np.count_nonzero(ids[: len(ids) // 4 * 4][place::4]) for place in range(4)]
         digest = None if record.sha256 is None else hashed.hexdigest()
         now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
         return Content(now, largest, ends, last, head, tuple(used.tolist()))

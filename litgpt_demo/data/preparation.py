@@ -236,7 +236,7 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
         sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **sizes))
     if (tokenizer := planned.tokenizer) is not None and tokenizer.prefix:
         prefixed = tokenizer.with_prefix()
-        if {one.tokenizer_hash for one in made} == {prefixed.hash}:
+        if {dataset.tokenizer_hash for dataset in made} == {prefixed.hash}:
             planned = replace(planned, tokenizer=prefixed)
     return _manifest(
         planned,

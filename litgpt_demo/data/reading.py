@@ -286,7 +286,7 @@ def not_ids(head: bytes, size: int) -> str | None:
     known |= {magic: f"a file {what}" for magic, what in _WITH_HEADER.items()}
     if found := next((what for magic, what in known.items() if head.startswith(magic)), None):
         return found
-    if found := next((one.name for one in _COMPRESSIONS if re.match(one.magic, head)), None):
+    if found := next((kind.name for kind in _COMPRESSIONS if re.match(kind.magic, head)), None):
         return f"compressed by {found}; decompress it"
     if len(head) < 16:
         return None

@@ -106,11 +106,12 @@ def attention_flops(config: Any, length: int) -> int:
         width = 2 * config.n_head * config.head_size
     context = 0  # tokens that the layers look back on
     for layer in range(config.n_layer):
-        context += min(length, config.sliding_window_size) if _has_window(config, layer) else length
+        context += min(length, config.sliding_window_size) if has_window(config, layer) else length
     return int(6 * width * context)
 
 
-def _has_window(config: Any, layer: int) -> bool:
+def has_window(config: Any, layer: int) -> bool:
+    """Return whether a layer attends to a sliding window only."""
     return config.sliding_window_size is not None and bool(config.sliding_window_indices[layer])
 
 
@@ -194,7 +195,7 @@ def memory(
         "selective": int(config.n_layer + 1) * entry + sum(products),
         "full": int(config.n_layer + 1) * entry,
     }[train.activation_checkpointing]
-    windowed = any(_has_window(config, layer) and config.sliding_window_size < length for layer in layers)
+    windowed = any(has_window(config, layer) and config.sliding_window_size < length for layer in layers)
     mask = multiplied * length**2 if windowed else 0  # one, which all windows of a pass share
     activations = tokens * stored + mask
     # The loss (models.model) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.

@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.errors import UserError
-from litgpt_demo.models.estimates import chunk_rows
+from litgpt_demo.models.estimates import chunk_rows, has_window
 
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
@@ -37,6 +37,11 @@ def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
     if problem is not None:
         raise UserError(problem[0], fix=problem[1])
+    return unchecked_config(model, vocab_size=vocab_size)
+
+
+def unchecked_config(model: ModelConfig, *, vocab_size: int) -> Config:
+    """The same, also where the tokenizer has more ids than the model has embeddings."""
     length = model.sequence_length
     return Config(**catalogue.fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))
 
@@ -114,8 +119,7 @@ class LossGPT(GPT):  # type: ignore[misc]
         self.workspace = Workspace()
         self.each: Tensor | None = None
         """Where the next losses put that of each token, in the order of the targets; None where nobody asks."""
-        windows = config.sliding_window_indices if config.sliding_window_size is not None else None
-        self._windowed = [bool(windows and windows[layer]) for layer in range(config.n_layer)]
+        self._windowed = [has_window(config, layer) for layer in range(config.n_layer)]
         for block in self.transformer.h:  # LitGPT 0.5.13 fills its mask row by row, in each layer: `body` gives one
             block.attn.apply_sliding_window_attention = False
 

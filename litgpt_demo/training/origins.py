@@ -144,7 +144,7 @@ def _of_folder(place: Storage) -> Origin | None:
         if place.exists(_INDEX):
             names = _names_in(place.read(_INDEX), place.address(_INDEX), fix="copy the folder anew")
     try:
-        files = [place.stat(one) for one in (*names, CONFIGS[kind])]
+        files = [place.stat(name) for name in (*names, CONFIGS[kind])]
         for file in (file for file in files if file.size < MOST_POINTER):
             require_content(place.read(file.path), place.address(file.path))
         return _origin(kind, place, files)

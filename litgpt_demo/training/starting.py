@@ -22,12 +22,12 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from litgpt_demo.catalogue import OF_WEIGHTS, fields_of
+from litgpt_demo.catalogue import OF_WEIGHTS
 from litgpt_demo.config import ModelConfig, Origin, Settings
 from litgpt_demo.documents import bring, read_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.huggingface import Tensors, huggingface_model
-from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.models.model import litgpt_config, unchecked_config
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.origins import CONFIGS, records_of, replay_problem
@@ -98,18 +98,18 @@ def tensor_problems(config: Config, origin: Origin, folder: Path) -> list[str]:
     """Return which tensors of the weights in a local folder, by name and shape, are not those of the model."""
     if origin.kind == "checkpoint":
         stored = read_index(folder, address=origin.address).state_dict_metadata.items()
-        theirs = {name.removeprefix(WEIGHTS): one.size for name, one in stored if name.startswith(WEIGHTS)}  # type: ignore[union-attr]
+        found = {name.removeprefix(WEIGHTS): entry.size for name, entry in stored if name.startswith(WEIGHTS)}  # type: ignore[union-attr]
     else:
         parts = _parts(config, origin, folder, forms=True)
-        theirs = {name: tensor.shape for part in parts for name, tensor in part.items()}
+        found = {name: tensor.shape for part in parts for name, tensor in part.items()}
     with torch.device("meta"):
-        ours = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
-    wrong = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        expected = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
+    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)][:_TOLD]
 
-    def said(shapes: dict[str, torch.Size], name: str) -> str:
+    def shape(shapes: dict[str, torch.Size], name: str) -> str:
         return str(list(shapes[name])) if name in shapes else "no such tensor"
 
-    return [f"{name}: {said(theirs, name)} in {origin.name}, {said(ours, name)} in the model" for name in wrong[:_TOLD]]
+    return [f"{name}: {shape(found, name)} in {origin.name}, {shape(expected, name)} in the model" for name in wrong]
 
 
 def _parts(config: Config, origin: Origin, folder: Path, *, forms: bool = False) -> Iterator[Tensors]:
@@ -167,11 +167,6 @@ def _theirs(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _config(model: ModelConfig, vocab_size: int) -> Config:
-    length = model.sequence_length
-    return Config(**fields_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size))
-
-
 class Question(Settings):
     """The input of `python -m litgpt_demo compare`."""
 
@@ -183,7 +178,7 @@ class Question(Settings):
         """Return what is wrong, and what would do, where the weights are not of the model: by the settings that lie
         beside them, and in a local folder by the names and shapes of tensors."""
         origin, place = self.origin, open_storage(self.origin.address)
-        config = _config(self.model, vocab_size := self.vocab_size)
+        config = unchecked_config(self.model, vocab_size=(vocab_size := self.vocab_size))
         ours: dict[str, Any] = {name: value for name, value in vars(config).items() if name not in _FREE}
         if origin.kind == "huggingface":
             from transformers import AutoConfig
@@ -209,7 +204,7 @@ class Question(Settings):
         else:
             manifest = read_manifest(place, CheckpointManifest)
             stored = manifest.config["model"] if manifest and manifest.config else self.model
-            theirs = vars(_config(ModelConfig.model_validate(stored), vocab_size))
+            theirs = vars(unchecked_config(ModelConfig.model_validate(stored), vocab_size=vocab_size))
         if (rows := theirs["padded_vocab_size"]) < vocab_size:
             what = f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings"
             return [(what, OF_WEIGHTS)]

@@ -421,8 +421,8 @@ class SlurmPlatform:
             begin = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
             which = ("-S", begin, f"--name={job.name}") if number is None else ("-j", str(number))
             columns = "JobIDRaw,State,Start,NodeList,User,JobName,Comment"
-            words = ("sacct", "-n", "-X", "-P", "-a", *which, "-o", columns)
-            for jobid, state, *fields in _fields(self._run(*words, unless=_NO_ACCOUNTS), 7):
+            command = ("sacct", "-n", "-X", "-P", "-a", *which, "-o", columns)
+            for jobid, state, *fields in _fields(self._run(*command, unless=_NO_ACCOUNTS), 7):
                 rows.append(_Row(int(jobid), *(state.partition(" ")[0], "", *fields)))
         found = min((row for row in rows if row.name == job.name), default=None)
         if found is not None:  # a job that is not there may be submitted at any moment
@@ -500,9 +500,8 @@ def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
     if limit := _LIMIT.fullmatch(reason):
         whose = "the account's or user's" if reason.startswith("Assoc") else "the quality of service's"
         kind = "limit on all of its jobs together" if limit["who"] == "Grp" else "limit"
-        what, fix = f"{whose} {kind} is reached ({reason})", "wait for other jobs to end, or ask for less"
-    if lasts:
-        fix = fix.replace("wait for other jobs to end, or ask for less", "ask for less, or for a higher limit")
+        what = f"{whose} {kind} is reached ({reason})"
+        fix = "ask for less, or for a higher limit" if lasts else "wait for other jobs to end, or ask for less"
     severity: Severity = "error" if lasts else "warning"
     return Finding(severity, f"slurm.{reason}", f"job {row.number}: {what}", fix)
 
