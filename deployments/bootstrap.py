@@ -96,8 +96,7 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
 
 
 def _is_served(port: int) -> bool:
-    """Return whether our own server listens on a port, by its process: any Prefect server would answer there. False if
-    the port is free."""
+    """Return whether our own server, known by its process, listens on a port; refuse one that another program uses."""
     with suppress(psutil.NoSuchProcess):
         if (process := serving.live("server")) is not None:
             command = process.cmdline()

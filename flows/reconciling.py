@@ -38,6 +38,7 @@ from litgpt_demo.errors import TrainLitgptError, was_given_up
 
 # The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner.
 _LOOK_BACK = timedelta(days=14)
+_PAGE = 200  # flow runs; Prefect's server gives no more at once
 
 ORPHANED = "Its orchestrator is dead: it holds the run's lease and gives no sign of life"
 """The message of a crash that `crash_orphans` finds; automation `resume-killed` matches its beginning."""
@@ -91,14 +92,14 @@ async def reap() -> list[str]:
 async def all_flow_runs(client: PrefectClient, **wanted: Any) -> list[Any]:
     """Return the flow runs of our flows, newest first: all, or those with these fields of Prefect's filter."""
     found: list[Any] = []
-    while True:  # the server gives no more than 200 at once
+    while True:
         page = await client.read_flow_runs(
             flow_filter=filters.FlowFilter(name=filters.FlowFilterName(any_=list(KINDS))),
             flow_run_filter=filters.FlowRunFilter(**wanted),
-            sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=200, offset=len(found),
+            sort=FlowRunSort.EXPECTED_START_TIME_DESC, limit=_PAGE, offset=len(found),
         )  # fmt: skip
         found += page
-        if len(page) < 200:
+        if len(page) < _PAGE:
             return found
 
 

@@ -338,7 +338,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("no-notice-of-a-crash", "deployments/automations.yaml",
      "expect: [prefect.flow-run.Failed, prefect.flow-run.Crashed]", "expect: [prefect.flow-run.Failed]",
      "deployments/test_prefect_yaml.py"),
-    ("stop-looks-at-one-page", "flows/reconciling.py", "if len(page) < 200:", "if page:",
+    ("stop-looks-at-one-page", "flows/reconciling.py", "if len(page) < _PAGE:", "if page:",
      "deployments/test_bootstrap.py::test_stop_looks_at_all_pages_of_flow_runs"),
     ("notices-by-http", "deployments/bootstrap.py", "if notify and not is_protected(notify):", "if not notify:",
      "deployments/test_bootstrap.py::test_notices_go_to_no_plain_address"),

@@ -36,6 +36,14 @@ def run_here(config: RunConfig) -> Done:
     return Done(config, final, events)
 
 
+def artifact(key: str) -> Any:
+    """The data of the newest artifact with this key. A list has 200 artifacts at most, in the order of random ids."""
+    from prefect import get_client
+
+    with get_client(sync_client=True) as client:
+        return client.request("GET", "/artifacts/{key}/latest", path_params={"key": key}).json()["data"]
+
+
 @pytest.fixture(scope="session")
 def trained(prefect_api: None, tmp_path_factory: pytest.TempPathFactory, tiny_under: Callable[..., RunConfig]) -> Done:
     """A tiny training, from text to model, in a folder that held nothing."""

@@ -43,6 +43,10 @@ class SlurmCommands:
     accounts: list[_Job] = field(default_factory=list)
     calls: list[list[str]] = field(default_factory=list)
     first_number: int = 77
+    answer: tuple[int, str] | None = None
+    """What sbatch answers when it has made a job, in place of the job's number."""
+    fate: dict[str, str] = field(default_factory=dict)
+    """What becomes of each new job at once."""
 
     def live(self) -> list[_Job]:
         return [job for job in self.jobs.values() if job.state in {"PENDING", "RUNNING"}]
@@ -76,8 +80,9 @@ class SlurmCommands:
         number = max([self.first_number - 1, *self.jobs, *(job.number for job in self.accounts)]) + 1
         comment = " ".join(shlex.split(options["comment"]))
         self.jobs[number] = job = _Job(number, options["job-name"], comment, self.user)
+        vars(job).update(self.fate)
         self.accounts.append(job)
-        return 0, f"{number}\n"
+        return self.answer or (0, f"{number}\n")
 
     def _squeue(self, words: list[str], _: str) -> tuple[int, str]:
         assert words[:3] == ["-h", "-t", "all"]

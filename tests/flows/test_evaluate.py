@@ -12,8 +12,7 @@ import pytest
 import torch
 import yaml
 from litgpt import LLM
-from prefect import get_client
-from prefect.client.schemas.sorting import ArtifactSort
+from pipelines import artifact
 
 from flows.evaluate import evaluate
 from launcher.checks.plan import plan_of
@@ -53,10 +52,10 @@ def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own
     assert plan_run(config).key == plan_run(trained.config).key
     assert [row["step"] for row in plan_of(config).steps][-1] == "evaluation"
     done = run_again(config)
-    [path] = [path for path in storage.list("evaluations") if path.count("/") == 1 and path.endswith(".json")]
-    scores = {score["metric"]: score for score in json.loads(storage.read(path))["scores"]}
-    assert scores["acc"]["samples"] == 3
-    assert scores["perplexity"]["error"] is not None
+    [made] = evaluations(storage, done.final.step)
+    scores = {score.metric: score for score in made.scores}
+    assert scores["acc"].samples == 3
+    assert scores["perplexity"].error is not None
     llm, nats = LLM.load(str(storage.local_path("final/litgpt")), distribute=None), list[float]()
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
     for text, goes_on in TEXTS:
@@ -64,12 +63,10 @@ def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own
         with torch.no_grad():
             logits = llm.model(whole[None]).float().log_softmax(-1)[0]
         nats.append(-sum(float(logits[at - 1, whole[at]]) for at in range(len(known), len(whole))))
-    assert math.log(scores["perplexity"]["value"]) == pytest.approx(sum(nats) / len(nats), abs=1e-4)
-    shown = f"{scores['perplexity']['value']:.4f}"
+    assert math.log(scores["perplexity"].value) == pytest.approx(sum(nats) / len(nats), abs=1e-4)
+    shown = f"{scores['perplexity'].value:.4f}"
     assert all(shown in storage.read(file).decode() for file in ("final/MODEL_CARD.md", "report.html"))
-    with get_client(sync_client=True) as client:
-        artifacts = {one.key: one.data for one in client.read_artifacts(sort=ArtifactSort.CREATED_DESC)}
-    assert json.loads(str(artifacts[f"scores-{done.final.run}"]))[0]["value"] == scores["perplexity"]["value"]
+    assert json.loads(artifact(f"scores-{done.final.run}"))[0]["value"] == scores["perplexity"].value
     manifest = read_manifest(storage, RunManifest)
     assert {("final/" + file.path, file.crc32c) for file in done.final.files} <= {
         (file.path, file.crc32c) for file in manifest.files

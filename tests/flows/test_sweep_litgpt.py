@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from claims import begin
+from pipelines import artifact
 from prefect import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from pydantic import ValidationError
@@ -86,10 +87,8 @@ def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_
     [best] = [config for config in trained if config.train.learning_rate == 0.01]
     there = RunConfig.model_validate(read_yaml(written))
     assert there == best.model_copy(update={"start": there.start})
-    with get_client(sync_client=True) as client:
-        shown: dict[str, Any] = {str(one.key): one.data for one in client.read_artifacts()}
-    assert "learning_rate: 0.01" in shown[f"best-{written.parent.name}"]
-    assert "user error" in shown[f"sweep-{written.parent.name}"]
+    assert "learning_rate: 0.01" in artifact(f"best-{written.parent.name}")
+    assert "user error" in artifact(f"sweep-{written.parent.name}")
 
 
 def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept, trained: list[RunConfig]) -> None:

@@ -14,8 +14,8 @@ from uuid import UUID
 
 import pytest
 from claims import begin, claim_of
+from pipelines import artifact
 from prefect import get_client
-from prefect.client.schemas.sorting import ArtifactSort
 from strict_platform import StrictPlatform
 from waiting import until
 
@@ -70,15 +70,12 @@ def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and
 
 def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(trained: Any) -> None:
     run = plan_run(trained.config)
-    with get_client(sync_client=True) as client:
-        newest_last = reversed(client.read_artifacts(sort=ArtifactSort.CREATED_DESC))  # other tests have this dataset
-        found: dict[str, Any] = {str(one.key): one.data for one in newest_last}
     dataset = f"{run.dataset.name}-{run.dataset.key}"
-    assert found[f"dataset-{dataset}"] == found[f"progress-{run.name}"] == 100
-    assert "Training: tokens" in found[f"dataset-figures-{dataset}"]
-    assert "xychart-beta" in found[f"dataset-lengths-{dataset}"]
-    assert "8\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}8" in found[f"training-{run.name}"]
-    assert all(words in found[f"report-{run.name}"] for words in ("xychart-beta", "Validation loss"))
+    assert artifact(f"dataset-{dataset}") == artifact(f"progress-{run.name}") == 100
+    assert "Training: tokens" in artifact(f"dataset-figures-{dataset}")
+    assert "xychart-beta" in artifact(f"dataset-lengths-{dataset}")
+    assert "8\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}8" in artifact(f"training-{run.name}")
+    assert all(words in artifact(f"report-{run.name}") for words in ("xychart-beta", "Validation loss"))
 
 
 def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_events(trained: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from claims import claim_of
 from leaking import leaks
-from prefect import flow, get_client
+from prefect import flow
 from waiting import until
 
 from launcher.config import RunConfig
@@ -25,13 +25,6 @@ from tasks.preflight import report_findings
 from tasks.report import LiveArtifacts, LiveReport
 
 SECRET = "S3cret-marker-0123456789"
-
-
-def shown(name: str) -> dict[str, Any]:
-    """Kind and data of each artifact of that job."""
-    with get_client(sync_client=True) as client:
-        found = [artifact for artifact in client.read_artifacts() if str(artifact.key).endswith(f"-{name}")]
-    return {str(artifact.key).removesuffix(f"-{name}"): artifact.data for artifact in found}
 
 
 @pytest.mark.prefect

@@ -639,34 +639,26 @@ def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_i
     assert len([one for one in told if isinstance(one, Output) and "NCCL" in one.line]) == 6000
 
 
-def run_on_slurm(cluster: SlurmCommands, folder: Path, monkeypatch: pytest.MonkeyPatch, **fate: str) -> None:
+def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:
     """Run a job that Slurm takes, and that then has this fate."""
-    answer = cluster._sbatch
-
-    def submit(*words: Any) -> tuple[int, str]:
-        printed = answer(*words)
-        for job in cluster.jobs.values():
-            vars(job).update(fate)
-        return printed
-
-    monkeypatch.setattr(cluster, "_sbatch", submit)
+    cluster.fate = fate
     section = {"kind": "slurm", "nodes": 2, "refused_after": 0}
     platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
     asyncio.run(run_job(claim_on(platform, folder, "demo", platform=section), max_restarts=3, restarts=AT_ONCE))
 
 
-def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:
     comment = "error [slurm.venv] platform.venv=/nosuch has no python with train-litgpt (on n0)"
     words = r"^user error on node 0: \[slurm.venv\] platform.venv=/nosuch has no python"
     with slurm_commands() as cluster, pytest.raises(JobFailed, match=words):
-        run_on_slurm(cluster, tmp_path, monkeypatch, state="FAILED", comment=comment)
+        run_on_slurm(cluster, tmp_path, state="FAILED", comment=comment)
     assert len(cluster.jobs) == 1
 
 
-def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path) -> None:
     words = "is not let in, and was taken back: job 77: no nodes have what platform.constraint asks for"
     with slurm_commands() as cluster, pytest.raises(JobRefused, match=words):
-        run_on_slurm(cluster, tmp_path, monkeypatch, state="PENDING", reason="(BadConstraints)")
+        run_on_slurm(cluster, tmp_path, state="PENDING", reason="(BadConstraints)")
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]
 
 
@@ -678,5 +670,5 @@ def test_run_on_slurm_prints_the_number_of_its_job(tmp_path: Path, monkeypatch: 
     with slurm_commands() as cluster, Listener(events.append):
         monkeypatch.setattr(training.Lines, "__call__", lambda *_: vars(cluster.jobs[77]).update(cancelled))
         with pytest.raises(JobCancelled):
-            run_on_slurm(cluster, tmp_path, monkeypatch)
+            run_on_slurm(cluster, tmp_path)
     assert notes(events, "runs: RUNNING (job 77)")

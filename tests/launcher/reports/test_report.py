@@ -209,6 +209,7 @@ class Noted(dict[str, Any]):
 @given(st.lists(MADE_UP, min_size=1, max_size=6))
 @settings(max_examples=50)
 def test_rows_that_no_training_writes_stop_nothing_that_shows_them(made_up: list[dict[str, Any]]) -> None:
+    Noted.read.clear()
     made = [{name: value for name, value in (PLAIN | row).items() if value is not MISSING} for row in made_up]
     rows = [Noted(row) for line in made if (row := parsed(marked(line))) is not None]
     assert len(rows) == len(made_up), "every row reaches the reports"

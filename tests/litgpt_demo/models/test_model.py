@@ -9,6 +9,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from litgpt_demo import catalogue
@@ -64,7 +65,8 @@ def test_a_rank_draws_only_pieces_of_its_shard(monkeypatch: pytest.MonkeyPatch) 
         assert len(drawn) == pieces_of_all / 4
         for (name, held), all_rows in zip(sharded.named_parameters(), whole.parameters(), strict=True):
             if held.dim() == 2:
-                assert torch.equal(held.to_local(), all_rows.chunk(4)[2]), name  # type: ignore[attr-defined]
+                assert isinstance(held, DTensor), name
+                assert torch.equal(held.to_local(), all_rows.chunk(4)[2]), name
     finally:
         torch.distributed.destroy_process_group()
 

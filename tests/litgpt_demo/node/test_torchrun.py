@@ -231,7 +231,6 @@ def test_a_dump_that_calls_something_is_none_and_calls_nothing(tmp_path: Path, m
 def test_arguments_of_a_program_reach_it_as_they_were_written() -> None:
     """torchrun replaces macros in them."""
     program = ("/a$b.py", "--cost=$5", "$$x", "$local_rank", "${local_rank}", "plain")
-    place = {"host": "127.0.0.1", "port": 29500, "run_id": "a", "directory": Path("/d")}
-    node = Node(**place, nodes=1, node_rank=0, processes=1, program=program)  # type: ignore[arg-type]
+    node = Node(nodes=1, node_rank=0, host="h", port=1, run_id="a", processes=1, directory=Path("/d"), program=program)
     command = torchrun_command(node, log_dir="/logs")
     assert tuple(macros.substitute(command[-len(program) :], "0")) == program

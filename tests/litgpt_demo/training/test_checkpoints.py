@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.documents import bring
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import BucketStorage, Storage, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import commit, committed, folder_of
 from litgpt_demo.training.reading import load_shards, load_weights, read_index
@@ -56,13 +56,13 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     assert same(trained, other)
 
 
-def test_next_save_removes_parts_of_a_killed_one(bucket: Storage, proxy: FaultyBucket, tmp_path: Path) -> None:
+def test_next_save_removes_parts_of_a_killed_one(bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path) -> None:
     """No listing shows them, and the step that they are of may never come again."""
     (shard := tmp_path / "shard").write_bytes(bytes(range(100)))
     proxy.arm(Fault(on="compose", do="refuse", status=403, times=2))
     for place in (f"{folder_of(3)}/a.distcp", "evaluations/a.bin"):
         with pytest.raises(UserError, match="refused"):
-            replace(bucket, part_size=20).upload(shard, place)  # type: ignore[call-arg]
+            replace(bucket, part_size=20).upload(shard, place)
     keep(bucket, pair(1), 8)
     assert {name.rpartition("/")[0] for name in proxy.objects()} == {folder_of(8), "evaluations"}
 

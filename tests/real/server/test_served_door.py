@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import WorkPoolUpdate
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterId, DeploymentFilterName
 from strangers import require_refusals
 
 from deployments.bootstrap import POOL
@@ -19,10 +20,11 @@ from flows.serving import environment_file
 
 def test_a_page_elsewhere_starts_no_program_on_this_machine(served: Any, client: SyncPrefectClient) -> None:
     deployment = client.read_deployment_by_name("run-torchrun/pi")
-    before = client.read_flow_runs()
+    of_it = DeploymentFilter(id=DeploymentFilterId(any_=[deployment.id]))
+    before = client.read_flow_runs(deployment_filter=of_it)
     attack = {"parameters": {**deployment.parameters, "script": "/tmp/theirs.py"}}
     require_refusals(f"{served.api}/deployments/{deployment.id}/create_flow_run", attack)
-    assert client.read_flow_runs() == before
+    assert client.read_flow_runs(deployment_filter=of_it) == before
 
 
 def test_our_commands_find_the_secret_by_themselves(served: Any, client: SyncPrefectClient) -> None:
@@ -31,9 +33,10 @@ def test_our_commands_find_the_secret_by_themselves(served: Any, client: SyncPre
     program = Path(sys.executable).with_name("train-litgpt")
     client.update_work_pool(POOL, WorkPoolUpdate(is_paused=True))  # to be looked at, not to be run
     try:
-        before = {run.id for run in client.read_flow_runs()}
+        of_it = DeploymentFilter(name=DeploymentFilterName(any_=["local"]))
+        before = {run.id for run in client.read_flow_runs(deployment_filter=of_it)}
         subprocess.run([program, "submit", "local"], env=shell, check=True)
-        [made] = {run.id for run in client.read_flow_runs()} - before
+        [made] = {run.id for run in client.read_flow_runs(deployment_filter=of_it)} - before
         client.delete_flow_run(made)
     finally:
         client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))

@@ -31,8 +31,8 @@ def _mount(*words: str | Path) -> None:
 
 
 def _enter_mounts(folder: Path) -> None:
-    if ctypes.CDLL(None).unshare(_NEW_MOUNTS) != 0:
-        pytest.skip("needs a mount namespace, which this machine does not allow: no CAP_SYS_ADMIN")
+    if ctypes.CDLL(None, use_errno=True).unshare(_NEW_MOUNTS) != 0:
+        pytest.skip(f"needs a mount namespace of its own: {os.strerror(ctypes.get_errno())}")
     _mount("--make-rprivate", "/")
     for file, line in (("passwd", "{0}:x:{1}:{2}::{3}/{0}:/bin/bash\n"), ("shadow", "{0}:*:19000:0:99999:7:::\n")):
         accounts = "".join(line.format(name, uid, GROUP, folder) for name, uid in USERS.items())
@@ -49,7 +49,7 @@ def _enter_mounts(folder: Path) -> None:
     for number, (path, parents) in enumerate(closed.items()):
         if parents:
             path.mkdir(parents=True, exist_ok=True)
-            _mount("--bind", folder / f"kept-{number}", path)
+            _mount("--move", folder / f"kept-{number}", path)  # so that nobody removes it with the folder
 
 
 def _cover(copy: Path, file: Path, lines: str) -> None:
@@ -65,9 +65,9 @@ def users(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     if os.geteuid() != 0:
         pytest.skip("needs root to run Slurm's daemons, and to become an ordinary user")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after Prefect's own, which was registered later
     folder.chmod(0o755)
     _enter_mounts(folder)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after Prefect's own, which was registered later
     for name, uid in USERS.items():
         (folder / name).mkdir()
         shutil.chown(folder / name, uid, GROUP)
@@ -80,8 +80,6 @@ def users(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         for shared in (base, base.parent):
             shared.chmod(0o755)
         yield
-    for number in range(3):
-        subprocess.run(["umount", folder / f"kept-{number}"], stderr=subprocess.DEVNULL, check=False)
 
 
 @pytest.fixture(autouse=True)

@@ -474,10 +474,9 @@ BANNER = "Welcome to the cluster\n2026\n"
     ids=["number", "cluster", "no number", "refusal"],
 )
 def test_submitted_job_is_found_whatever_sbatch_prints(
-    output: tuple[int, str], cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    output: tuple[int, str], cluster: SlurmCommands, tmp_path: Path
 ) -> None:
-    answer = cluster._sbatch
-    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and output)
+    cluster.answer = output
     platform, job_id = submitted(tmp_path)
     assert platform.status(job_id).native == "RUNNING (job 77)"
     assert json.loads((tmp_path / "attempts/1" / SUBMITTED).read_text())["number"] == 77
@@ -485,11 +484,8 @@ def test_submitted_job_is_found_whatever_sbatch_prints(
 
 
 @pytest.mark.parametrize("code", [-9, 137], ids=["here", "by a shell"])
-def test_job_of_a_killed_sbatch_is_not_doubled(
-    code: int, cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = cluster._sbatch
-    monkeypatch.setattr(cluster, "_sbatch", lambda *words: answer(*words) and (code, ""))
+def test_job_of_a_killed_sbatch_is_not_doubled(code: int, cluster: SlurmCommands, tmp_path: Path) -> None:
+    cluster.answer = (code, "")
     with pytest.raises(PlatformUnreachable):
         submitted(tmp_path)
     submitted(tmp_path)
