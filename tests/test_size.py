@@ -13,11 +13,11 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
     "source": 35_619,
-    "launcher": 16_273,
+    "launcher": 16_272,
     "launcher/platforms/kubernetes": 2_930,
     "litgpt_demo": 14_464,
     "bench": 800,
-    "tests": 31_552,
+    "tests": 31_545,
     "test data": 3_667,
 }
 
