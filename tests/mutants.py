@@ -123,7 +123,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/training/test_saving.py::test_nothing_is_removed_before_its_successor_verifies"),
     ("state-changes-while-it-is-copied", "litgpt_demo/training/saving.py", "copied.wait()",
      "copied.is_set()",
-     "litgpt_demo/training/test_saving.py::test_what_is_saved_is_the_state_at_that_moment_whatever_the_training_does_next"),
+     "litgpt_demo/training/test_saving.py::test_save_has_the_state_of_its_moment"),
     ("ranks-shares-overlap", "litgpt_demo/data/batches.py", "return numbers[rank * each : (rank + 1) * each]",
      "return numbers[rank : rank + each]", "litgpt_demo/data/test_batches.py"),
     ("token-of-the-file-before", "litgpt_demo/data/dataset.py", 'np.searchsorted(ends, at, side="right")',
