@@ -31,6 +31,7 @@ from launcher.runs.run import Run
 from launcher.runs.search import Search
 from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial_of, trials
 from launcher.runs.waiting import pause
+from litgpt_demo import timeouts
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
 from litgpt_demo.errors import TrainLitgptError
@@ -256,14 +257,14 @@ class _Sweep:
 
     def _prune(self, run: Run, why: str) -> None:
         self.storage.write(f"pruned/{run.name}", why.encode())
-        self._attempts(run).cancel(patience=90.0)
+        self._attempts(run).cancel(patience=timeouts.CANCELLATION)
 
     def _cancel_pruned(self, run: Run) -> None:
         """Cancel the job of a pruned trial if it lives: the sweep that marked the trial may have been killed then."""
         attempts = self._attempts(run)
         try:
             if attempts.live() is not None:
-                attempts.cancel(patience=90.0)
+                attempts.cancel(patience=timeouts.CANCELLATION)
         except PlatformUnreachable as error:  # the other trials go on all the same
             what = f"{run.name} is pruned, but its job may still be running: {error}"
             emit(Note(what=f"{what}; cancel it: train-litgpt cancel {run.name}", severity="warning"))

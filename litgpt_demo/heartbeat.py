@@ -22,6 +22,7 @@ from typing import IO, Any, Self
 
 import psutil
 
+from litgpt_demo import timeouts
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, is_gpu_error
 from litgpt_demo.storage.local import explaining
@@ -166,15 +167,15 @@ class Watcher:
         return sorted(silent, key=lambda beat: (not is_held(beat), beat.step, beat.ticks))
 
 
-def ask_for_stacks(beats: Iterable[Beat], *, patience: float = 5.0) -> None:
-    """Let these ranks write their stacks within `patience` seconds; in the file of one that does not, stands why."""
+def ask_for_stacks(beats: Iterable[Beat], *, within: float = timeouts.STACKS) -> None:
+    """Let these ranks write their stacks within so many seconds; in the file of one that does not, stands why."""
     asked = {beat: status_of(beat) for beat in beats}
     for beat in asked:
         for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process answers when it goes on
             with suppress(ProcessLookupError):
                 if started(beat.pid) == beat.started:
                     os.kill(beat.pid, number)
-    deadline, seen = time.monotonic() + patience, dict.fromkeys(asked, -1)
+    deadline, seen = time.monotonic() + within, dict.fromkeys(asked, -1)
     while time.monotonic() < deadline:
         time.sleep(0.2)
         sizes = {beat: Path(beat.stacks).stat().st_size for beat in asked}

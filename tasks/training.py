@@ -30,6 +30,7 @@ from launcher.runs.lease import BEAT, LOOK, Lease
 from launcher.runs.restarts import Budget, without_machine
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
+from litgpt_demo import timeouts
 from litgpt_demo.config import Origin, RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
@@ -452,7 +453,7 @@ class Lines:
         self._clean = Cleaner()
         self._status: JobStatus | None = None
         # A bucket that is away must not hold up the log for as long as a step may wait for it.
-        self._run = replace(open_storage(root).within(f"runs/{record.run}"), patience=5.0)
+        self._run = replace(open_storage(root).within(f"runs/{record.run}"), patience=timeouts.INTERACTIVE)
         self._unannounced, self._announced, self._unfounded = dict[int, float | None](), set[int](), 0
         self._losses = dict[int, float]()  # of the steps since the last checkpoint
         self.tail: deque[LogLine] = deque(maxlen=_TAIL)

@@ -41,7 +41,7 @@ def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
     monkeypatch.setenv("NO_GCE_CHECK", "true")  # else google-auth asks an address of Google's machines, three times
     monkeypatch.setattr("launcher.images.oci._PAUSES", ())
-    monkeypatch.setattr("launcher.checks.plan._PATIENCE", 0.1)
+    monkeypatch.setattr("litgpt_demo.timeouts.INTERACTIVE", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
     _google_way.cache_clear()

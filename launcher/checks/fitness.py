@@ -12,13 +12,12 @@ from launcher.images.oci import read_config
 from launcher.images.settings import BuiltImage, Image, PrebuiltImage
 from launcher.images.stacks import DEFAULT_STACK, LABELS, STACKS, Contents, Stack
 from launcher.networks.profile import Network
+from litgpt_demo import timeouts
 from litgpt_demo.errors import Finding
 from litgpt_demo.node.network import NcclFit, check_nccl_version, version, within
 
 TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 """The oldest torch that our trainer is tested with."""
-PATIENCE = 5.0
-"""Seconds for which a registry that does not answer is asked again."""
 
 
 def stack_for(network: Network | None) -> Stack | None:
@@ -106,7 +105,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
     machine = config.platform.machine_type
     try:
-        said = read_config(reference, architecture=machine.arch if machine else "amd64", patience=PATIENCE)
+        said = read_config(reference, architecture=machine.arch if machine else "amd64", patience=timeouts.INTERACTIVE)
     except ImageProblem as error:
         found = finding_of(error, "image.unread")
         yield replace(found, what=f"which NCCL the image has is not known: {found.what}")

@@ -28,6 +28,7 @@ from launcher.runs.attempts import Claim, claim_at, settle_others
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
+from litgpt_demo import timeouts
 from litgpt_demo.config import RestartSettings, TrainedTokenizer, key_of
 from litgpt_demo.data.dataset import (
     DatasetManifest,
@@ -45,9 +46,6 @@ from litgpt_demo.runs import EVALUATIONS, FINAL, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import replay_problem
-
-_PATIENCE = 5.0
-"""Seconds that a bucket may take to answer a plan; a run waits for it longer."""
 
 _UNKNOWN_VOCABULARY = 50_304
 """The vocabulary of a tokenizer that is not known yet, for estimates: GPT-2's, padded."""
@@ -268,7 +266,7 @@ def _look(work: Run | Script) -> Sight:
         said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
         what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
         found.append(replace(said, what=f"{what} (shown as {run.name} and {run.dataset.path}): {said.what}"))
-    storage = replace(work.root, patience=_PATIENCE)
+    storage = replace(work.root, patience=timeouts.INTERACTIVE)
     if storage.local_path() is None:
         try:
             storage.exists(preflight.PROBE)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Self, TypeVar
 from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 
 from launcher.errors import ImageOutOfSight, ImageProblem, ImageUnreachable
+from litgpt_demo import timeouts
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, words_of
 from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, protected_client, redacted
@@ -82,8 +83,6 @@ def is_local(host: str) -> bool:
     return is_loopback(re.sub(r":\d+$", "", host))
 
 
-PATIENCE = 15.0
-"""Seconds for which a registry that does not answer is asked again."""
 _PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)
 _TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 """Answers that a minute later may be others."""
@@ -95,7 +94,7 @@ MOST_BYTES = 8 << 20
 
 # All that follow raise ImageProblem where the registry has no such image, refuses or answers nonsense, and
 # ImageUnreachable where it does not answer. A registry that is away or busy is asked again for `patience` seconds,
-# PATIENCE where nothing is given; each answer may take 5 seconds longer.
+# timeouts.REGISTRY where nothing is given; each answer may take 5 seconds longer.
 
 
 def resolve(image: str | ImageReference) -> str:
@@ -130,7 +129,7 @@ T = TypeVar("T")
 def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patience: float | None) -> T:
     import httpx
 
-    patience = PATIENCE if patience is None else patience
+    patience = timeouts.REGISTRY if patience is None else patience
     ends, pauses = time.monotonic() + patience, iter(_PAUSES)
     while True:
         # Nothing is chained: a traceback may show the headers that were sent.

@@ -36,6 +36,7 @@ from launcher.runs.index import (
 )
 from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script
+from litgpt_demo import timeouts
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
 from litgpt_demo.runs import CONFIG, read_document
@@ -211,7 +212,11 @@ class Attempts:
 
 
 def cancel_each(
-    those: Sequence[Attempts], *, tell: Callable[[str], object], patience: float = 90.0, told: float = 30.0
+    those: Sequence[Attempts],
+    *,
+    tell: Callable[[str], object],
+    patience: float = timeouts.CANCELLATION,
+    told: float = 30.0,
 ) -> tuple[list[str], list[TrainLitgptError]]:
     """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
 

@@ -12,6 +12,7 @@ from launcher.errors import LoginProblem, PlatformUnreachable
 from launcher.formatting import bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
+from litgpt_demo import timeouts
 from litgpt_demo.errors import NetworkError, was_given_up
 from litgpt_demo.metrics import METRICS_MARK, Row, parsed
 
@@ -34,9 +35,6 @@ async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.
         await sleep(min(left, every))
 
 
-PATIENCE = 900.0
-"""Seconds for which a platform may be silent, refuse the credentials, or not know a job, before waiting for it is given
-up. The job itself is not touched: a new call takes up again."""
 _NOTICED = 30.0
 """Seconds of silence that are worth a word: a connection that is opened anew takes less."""
 
@@ -50,7 +48,7 @@ async def asked(
     pauses: tuple[float, float] = (1.0, 15.0),
 ) -> T:
     """Return the answer of a platform, which is asked again while it does not answer: what it `bears` is raised when it
-    has lasted longer than PATIENCE, or where it cannot be asked from here.
+    has lasted longer than timeouts.PLATFORM, or where it cannot be asked from here.
 
     Args:
         about: the job or run that it is asked about, and the platform, for the message.
@@ -64,7 +62,7 @@ async def asked(
         except bears as error:
             if was_given_up(error):
                 raise
-            if (seconds := now() - begun) > PATIENCE:
+            if (seconds := now() - begun) > timeouts.PLATFORM:
                 raise type(error)(
                     f"{about}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
                     "run the same command again to take up where this left off",
@@ -124,7 +122,7 @@ async def follow(
             await asyncio.to_thread(on_position, position)
         if page.more or status.state is not JobState.ABSENT:
             known = now()
-        elif (seconds := now() - known) > PATIENCE:
+        elif (seconds := now() - known) > timeouts.PLATFORM:
             raise PlatformUnreachable(
                 f"{platform.name} has not known {job_id} for {seconds:.0f} s; was it removed by hand?", given_up=True
             )

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from pydantic import JsonValue
 
+from litgpt_demo import timeouts
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, TokensCorpus
 from litgpt_demo.data.reading import MOST_POINTER, Layout, Source, ending_of, require_content
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
@@ -281,7 +282,7 @@ def hub_endpoint() -> str:
     return endpoint
 
 
-def can_reach_hub(*, patience: float = 5.0) -> bool:
+def can_reach_hub(*, patience: float = timeouts.INTERACTIVE) -> bool:
     """Return whether the Hub answers at all; False too where the environment forbids to ask it."""
     import httpx
     from huggingface_hub import constants

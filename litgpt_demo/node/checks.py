@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from litgpt_demo import timeouts
 from litgpt_demo.errors import Fault, Finding, TrainLitgptError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
@@ -204,8 +205,8 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
             yield Finding("error", "network.interface-down", f"the interface {name} is down", fix, Fault.NODE)
 
 
-def check_daemon(network: NodeNetwork, *, patience: float = 120.0) -> Iterator[Finding]:
-    """Check that the network's receive daemon answers, which has `patience` seconds to come up: TCPXO's takes 30."""
+def check_daemon(network: NodeNetwork, *, patience: float = timeouts.NETWORK_DAEMON) -> Iterator[Finding]:
+    """Check that the network's receive daemon answers, which has `patience` seconds to come up."""
 
     def unanswered(place: str) -> str:
         try:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from litgpt_demo import PYTHON
+from litgpt_demo import PYTHON, timeouts
 from litgpt_demo.errors import Fault, Finding, NodeError, UserError
 from litgpt_demo.node.network import NodeNetwork, within
 
@@ -53,8 +53,7 @@ class TorchSeen:
 
 def torch_seen(environ: Mapping[str, str]) -> TorchSeen:
     """Return what a rank would get; a NodeError if it does not answer, a UserError if torch cannot be imported."""
-    # Seconds: importing torch from an image that was just pulled reads gigabytes.
-    code, told, errors = _asked("torch", environ, patience=300.0)
+    code, told, errors = _asked("torch", environ, patience=timeouts.TORCH_PROBE)
     if code == 0:
         with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
             return TorchSeen(**json.loads(told.splitlines()[-1]))
@@ -83,8 +82,9 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
         return
     folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
     try:
-        # Seconds: with eight GPUs and no persistence daemon it takes 10.
-        code, told, words = _asked("driver", {**environ, "LD_LIBRARY_PATH": ":".join(folders)}, patience=60.0)
+        code, told, words = _asked(
+            "driver", {**environ, "LD_LIBRARY_PATH": ":".join(folders)}, patience=timeouts.DRIVER_PROBE
+        )
         if code != 0:
             raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}", fix=_REPAIR)
     except NodeError as error:

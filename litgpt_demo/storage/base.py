@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeAlias
 
 import google_crc32c
 
+from litgpt_demo import timeouts
 from litgpt_demo.errors import TooLarge, UserError
 
 SCHEME = "gs://"
@@ -76,9 +77,8 @@ class Storage(ABC):
     durable: bool = True
     """True if what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
     before anything is built on them; a bucket has no such choice."""
-    patience: float = 600.0
-    """Seconds without a good answer after which a bucket's request is given up; real outages outlast the client's own
-    120 s."""
+    patience: float = timeouts.BUCKET
+    """Seconds without a good answer after which a bucket's request is given up."""
 
     def address(self, path: str = "") -> str:
         """The root joined with `path`, as `open_storage` takes it."""

@@ -23,6 +23,7 @@ from time import monotonic, time
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from litgpt_demo import timeouts
 from litgpt_demo.config import key_of
 from litgpt_demo.data.batches import numbers_of, share_of
 from litgpt_demo.data.dataset import stage
@@ -37,15 +38,11 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
-from litgpt_demo.training.ranks import PATIENCE
 from litgpt_demo.training.reporting import Profiler, Reporter, warn
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
-from litgpt_demo.training.step import FIRST_PASS, Exchange, StepResult, evaluate, train_step
-
-# Seconds that reading and writing the state may take without a sign of life: as long as the ranks wait for each other.
-_LONG = PATIENCE.total_seconds()
+from litgpt_demo.training.step import Exchange, StepResult, evaluate, train_step
 
 _SPENT = 0  # no signal's number
 
@@ -67,10 +64,10 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
     # By SIGTERM a machine that is taken away says so; it ends no process before that has saved.
     before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     try:
-        training.heart.beat(0, "loading the checkpoint", allow=_LONG)
+        training.heart.beat(0, "loading the checkpoint", allow=timeouts.STATE_TRANSFER)
         resumed = resume(training, tell=warn)
         if not resumed and training.spec.origin is not None:
-            training.heart.beat(0, "loading the weights that it starts from", allow=_LONG)
+            training.heart.beat(0, "loading the weights that it starts from", allow=timeouts.STATE_TRANSFER)
             start_from(training, training.spec.origin)
         report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
@@ -78,7 +75,7 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
             with Saver(training, tell=tell, before_commit=report.publish_rows) as saver:
                 loop = Loop(training, report, saver, profiler, asked)
                 loop.run(resumed)
-                training.heart.beat(loop.done, "saving", allow=_LONG)
+                training.heart.beat(loop.done, "saving", allow=timeouts.STATE_TRANSFER)
         except Exception:
             with suppress(TrainLitgptError):  # what ended the training is the error to tell
                 report.close(step=resumed, ended_well=False)
@@ -116,7 +113,7 @@ class Loop:
         training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
         profiler = self._profiler
         clock, most = training.clock, math.inf if train.max_time is None else train.max_time.total_seconds()
-        self.done, allow = first, max(FIRST_PASS, train.hang_after)
+        self.done, allow = first, max(timeouts.FIRST_PASS, train.hang_after)
         self._evaluate_resumed()
         if clock.before >= most:
             return
@@ -140,7 +137,7 @@ class Loop:
                 self.why_left, evaluates = why, why == "max_time"
             validation_loss = self._evaluate() if evaluates else None
             if saves or last or self.why_left:
-                training.heart.beat(self.done, "saving", allow=_LONG)
+                training.heart.beat(self.done, "saving", allow=timeouts.STATE_TRANSFER)
                 if self.why_left == "max_time":  # by another rank's clock, a moment ahead of this one
                     clock.before += max(0.0, most - clock.seconds)
                 report.pause(self._saver.save(self.done, validation_loss))
@@ -262,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = open_storage(args.run)
     spec = read_spec(run if args.attempt is None else run.within(f"{ATTEMPTS}/{args.attempt}"))
     with Heartbeat(allow=spec.train.hang_after) as heart:
-        heart.beat(0, "meeting the other ranks", allow=_LONG)
+        heart.beat(0, "meeting the other ranks", allow=timeouts.STATE_TRANSFER)
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:
             what = f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}"
@@ -270,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         scratch = scratch_of(run, fabric.global_rank)
         try:
             staged = os.environ.get("LITGPT_DATASET")
-            heart.beat(0, "loading data and model", allow=_LONG)
+            heart.beat(0, "loading data and model", allow=timeouts.STATE_TRANSFER)
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
             training = replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart)
             config, nodes = training.model.module.config, int(os.environ.get("GROUP_WORLD_SIZE", "1"))

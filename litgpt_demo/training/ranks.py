@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
+from litgpt_demo import timeouts
+
 T = TypeVar("T")
 R = TypeVar("R")
-
-# A rank's share can be an upload of hours to a bucket that keeps refusing; a peer that dies is noticed at once.
-PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,11 @@ class Ranks:
 
         Every rank has to ask. The group is in host memory, and waits for longer than a training's would.
         """
-        group = dist.new_group(backend="gloo", timeout=PATIENCE) if fabric.world_size > 1 else None
+        group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeouts.STATE_TRANSFER))
+            if fabric.world_size > 1
+            else None
+        )
         return cls(number=fabric.global_rank, world=fabric.world_size, group=group)
 
     def deal(self, action: Callable[[], T], whole: Callable[[list[T]], Sequence[R]]) -> R:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.profiler import ProfilerAction, profile
 
+from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import MixedWindows
 from litgpt_demo.errors import TrainLitgptError, UserError, words_of
@@ -32,7 +33,7 @@ from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
-from litgpt_demo.training.step import FIRST_PASS, StepResult
+from litgpt_demo.training.step import StepResult
 
 TABLE, PROFILES = "metrics.csv", "profile"
 _MOST_ALLOCATIONS = 200_000  # of a snapshot, with a few hundred bytes of stack each; older ones go
@@ -366,7 +367,7 @@ class Profiler:
         if recorded is None:
             return
         run, scratch, fabric = self._training.run, self._training.scratch, self._training.fabric
-        self._training.heart.beat(done, "writing the profile", allow=FIRST_PASS)
+        self._training.heart.beat(done, "writing the profile", allow=timeouts.FIRST_PASS)
         name = f"steps-{self._first + 1}-{done}-rank-{fabric.global_rank}"
         try:
             recorded.stop()

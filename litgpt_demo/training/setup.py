@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import Numbers, numbers_of, open_samples, share_of
 from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset
@@ -44,12 +45,12 @@ def open_fabric(train: TrainConfig) -> Fabric:
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     world_size = processes * nodes
     # A hang is for the node to find, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
-    patience = timedelta(seconds=max(1800.0, 2 * train.hang_after))
+    timeout = timedelta(seconds=max(timeouts.LEAST_COLLECTIVE, 2 * train.hang_after))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy in {"fsdp", "hybrid"} and world_size > 1:
         shard, ways = partial(_sharded, train=train), train.ways(nodes, processes)
         copies = world_size // ways
-        strategy = ModelParallelStrategy(shard, data_parallel_size=copies, tensor_parallel_size=ways, timeout=patience)
+        strategy = ModelParallelStrategy(shard, data_parallel_size=copies, tensor_parallel_size=ways, timeout=timeout)
     elif world_size > 1:
         # Buffers are rotary tables, which never change: they are not sent before each pass. torch 2.11 has
         # broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the other one deprecated.
@@ -58,7 +59,7 @@ def open_fabric(train: TrainConfig) -> Fabric:
         # Gradients live in the buckets that are reduced while the backward pass goes on. A static graph does without
         # looking for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
         static = train.global_batch == world_size * train.micro_batch
-        strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=patience, static_graph=static, **buffers)
+        strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, static_graph=static, **buffers)
     kind, precision = "cuda" if torch.cuda.is_available() else "cpu", train.precision
     fabric = Fabric(accelerator=kind, devices=processes, num_nodes=nodes, strategy=strategy, precision=precision)
     fabric.launch()

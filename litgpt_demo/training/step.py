@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from litgpt_demo import timeouts
 from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_sources
 from litgpt_demo.training.setup import Training, read_samples, to_device
-
-FIRST_PASS = 900.0
-"""Seconds that the first pass of either kind may take: it compiles, and meets the other ranks."""
 
 
 class Passed(NamedTuple):
@@ -173,7 +171,7 @@ def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]
         mine = source.numbers[fabric.global_rank :: fabric.world_size]
         # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
         for start in range(0, math.ceil(len(source.numbers) / fabric.world_size), train.micro_batch):
-            training.heart.beat(done, "evaluating", allow=max(FIRST_PASS, train.hang_after))
+            training.heart.beat(done, "evaluating", allow=max(timeouts.FIRST_PASS, train.hang_after))
             part = mine[start : start + train.micro_batch]
             samples = read_samples(windows, part if len(part) else source.numbers[:1], fabric.device)
             sums[index] += training.model(*to_device(samples, fabric.device)).double() * len(part)

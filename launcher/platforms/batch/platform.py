@@ -23,6 +23,7 @@ from launcher.platforms.batch import states
 from launcher.platforms.batch.render import RUN, container_of, job_id_of, render
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.log_files import PAGE
+from litgpt_demo import timeouts
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.storage import is_remote
@@ -71,7 +72,12 @@ class BatchPlatform:
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
-        self, settings: BatchPlatformConfig, *, grace: float = 20.0, settle: float = 10.0, patience: float = 300.0
+        self,
+        settings: BatchPlatformConfig,
+        *,
+        grace: float = 20.0,
+        settle: float = 10.0,
+        patience: float = timeouts.BATCH_CANCELLATION,
     ) -> None:
         self._settings = settings
         self._grace, self._settle, self._patience = grace, settle, patience

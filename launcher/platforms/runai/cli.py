@@ -21,6 +21,7 @@ from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformR
 from launcher.job import UNBUILT
 from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
+from litgpt_demo import timeouts
 from litgpt_demo.errors import words_of
 from litgpt_demo.secrets import redacted
 
@@ -57,7 +58,6 @@ class Dialect(NamedTuple):
         return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in self.flags
 
 
-_PATIENCE = 120.0  # seconds for one command; v2's submit waits up to a minute for the workload to be created
 _PAGE = 500  # workloads of v2's list, which otherwise ends after 50
 
 # The words of a clear refusal: the command was understood, and nothing was made. Every other failure is no answer,
@@ -228,13 +228,18 @@ class Cli:
         what = f"`{' '.join(argv[:4])}`"
         try:
             done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=False
+                argv,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeouts.RUNAI_COMMAND,
+                check=False,
             )
         except FileNotFoundError as error:
             fix = "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url"
             raise NotInstalled(f"there is no program {argv[0]} on PATH", fix=fix) from error
         except subprocess.TimeoutExpired as error:
-            told = f"{what} has not ended for {_PATIENCE:.0f} s"
+            told = f"{what} has not ended for {timeouts.RUNAI_COMMAND:.0f} s"
             raise PlatformUnreachable(told, fix="submitting and asking again is safe") from error
         if done.returncode == 0:
             return done

@@ -32,6 +32,7 @@ from launcher.platforms.log_files import page_of
 from launcher.platforms.slurm.render import FAILED, SlurmJob, render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 from launcher.runs.diagnosis import exit_codes
+from litgpt_demo import timeouts
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding, Severity
@@ -100,8 +101,6 @@ _AWAY = re.compile(
 )
 _OVER = re.compile(r"Invalid job id|already completing or completed", re.IGNORECASE)
 _NO_ACCOUNTS = re.compile("accounting storage is disabled", re.IGNORECASE)
-_PATIENCE = 60.0
-"""Seconds that one command may take."""
 _FRESH = 2.0
 """Seconds for which one look at a job answers for its state and its logs."""
 _FORMAT = "%i|%T|%r|%S|%N|%u|%j|%k"
@@ -454,10 +453,18 @@ class SlurmPlatform:
             raise NotInstalled(f"platform.kind=slurm needs `{program}`, which is not on PATH", fix=fix)
         try:
             done = subprocess.run(
-                command, input=given, text=True, capture_output=True, timeout=_PATIENCE, check=False, errors="replace"
+                command,
+                input=given,
+                text=True,
+                capture_output=True,
+                timeout=timeouts.SLURM_COMMAND,
+                check=False,
+                errors="replace",
             )
         except subprocess.TimeoutExpired as error:
-            raise PlatformUnreachable(f"`{shlex.join(words)}` did not end within {_PATIENCE:.0f} s") from error
+            raise PlatformUnreachable(
+                f"`{shlex.join(words)}` did not end within {timeouts.SLURM_COMMAND:.0f} s"
+            ) from error
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         if done.returncode == 0 or (unless is not None and unless.search(said)):
             return done.stdout

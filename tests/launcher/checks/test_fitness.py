@@ -86,7 +86,7 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
 
 @pytest.fixture(autouse=True)
 def _no_login_and_no_hurry(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("launcher.checks.fitness.PATIENCE", 600.0)
+    monkeypatch.setattr("litgpt_demo.timeouts.INTERACTIVE", 600.0)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
 
 

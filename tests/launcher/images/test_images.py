@@ -33,6 +33,7 @@ from launcher.images.identity import SoftwareIdentity, bill_of_materials, softwa
 from launcher.images.oci import ImageReference, Login, resolve, stored_login
 from launcher.images.settings import CloudBuildImage, DockerImage, PrebuiltImage
 from launcher.images.stacks import STACKS, Stack
+from litgpt_demo import timeouts
 
 CHECKOUT = Path(__file__).parents[3]
 DIGEST = "sha256:" + "ab" * 32
@@ -111,7 +112,7 @@ def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encryp
 
 
 def test_a_registrys_silence_may_pass_and_its_no_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oci, "PATIENCE", 1e9)
+    monkeypatch.setattr(timeouts, "REGISTRY", 1e9)
     with registry() as running:
         image, digest = f"{running.host}/team/train:1", running.push("team/train", "1")
         running.first = ["503", "cut"]

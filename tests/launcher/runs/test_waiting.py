@@ -16,6 +16,7 @@ from strict_platform import StrictPlatform
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
 from launcher.job import JobId, JobState, LogPage
 from launcher.runs import waiting
+from litgpt_demo import timeouts
 from litgpt_demo.errors import NetworkError
 
 Fate = tuple[float, Callable[[], object]]  # when something happens, and what
@@ -70,7 +71,8 @@ class Followed:
             on_silence=lambda error: self.silences.append(str(error)),
             poll=10,
         )
-        with patch.multiple(waiting, now=self.clock.now, sleep=self.clock.sleep, PATIENCE=patience):
+        clock = patch.multiple(waiting, now=self.clock.now, sleep=self.clock.sleep)
+        with clock, patch.object(timeouts, "PLATFORM", patience):
             return asyncio.run(following).state
 
 

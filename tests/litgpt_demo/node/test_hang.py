@@ -86,7 +86,7 @@ def test_stacks_are_had_of_a_process_that_is_stopped(tmp_path: Path) -> None:
         assert rank.stdout.readline() == "up\n"
         rank.send_signal(signal.SIGSTOP)
         beats = read_beats(tmp_path)
-        ask_for_stacks(beats, patience=60.0)
+        ask_for_stacks(beats, within=60.0)
         until(lambda: "in asleep_in_here" in Path(beats[0].stacks).read_text())
         rank.kill()
 
@@ -98,7 +98,7 @@ def test_no_signal_reaches_another_process_that_got_the_pid_of_a_rank(tmp_path: 
         left = replace(beat(0, step=1, ticks=0.0), pid=stranger.pid, stacks=str(tmp_path / "stacks"))
         (tmp_path / "heartbeats").mkdir()
         (tmp_path / "heartbeats" / "0.json").write_text(json.dumps(asdict(left)))
-        ask_for_stacks([left], patience=0.1)
+        ask_for_stacks([left], within=0.1)
         assert "(process" in (tmp_path / "stacks").read_text()
         assert read_beats(tmp_path) == []  # nor is the stranger taken for a rank that lives
         assert stranger.poll() is None
