@@ -168,7 +168,7 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     mine: list[Attempts] = []
     unread: list[TrainLitgptError] = []
-    for run, attempt in index.followed_by(str(flow_run.id)).items():
+    for run, attempt in index.attempts_of_flow_run(str(flow_run.id)).items():
         attempts = Attempts(index=index, run=run, open=beside)
         try:
             if attempts.records()[-1].attempt == attempt:

@@ -114,7 +114,7 @@ async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     if not (mine := await asyncio.to_thread(index.followed_by, flow_run)):
         return cancelled
-    followers = await asyncio.to_thread(index.followers)
+    followers = await asyncio.to_thread(index.flow_runs_of_attempts)
     for run, attempt in mine.items():
         attempts = Attempts(index=index, run=run, open=beside)
         live = await asyncio.to_thread(attempts.live)
@@ -158,7 +158,7 @@ def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
     """The last sign of life of each lease that a flow run holds; none where its root cannot be read from here."""
     with suppress(TrainLitgptError, KeyError):
         index = Index.of(root_of(flow_run.parameters))
-        held = {run: Lease(index, run).beat_of(number) for run in index.followed_by(number)}
+        held = {run: Lease(index, run).beat_of(number) for run in index.attempts_of_flow_run(number)}
         return {run: beat for run, beat in held.items() if beat is not None}
     return {}
 

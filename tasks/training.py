@@ -24,7 +24,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.reports.goodput import ledger
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import Verdict, diagnose, node_reports, write_verdict
+from launcher.runs.diagnosis import ADVICE, Verdict, diagnose, node_reports
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import BEAT, LOOK, Lease
 from launcher.runs.restarts import Budget, without_machine
@@ -131,7 +131,7 @@ async def run_job(
         claim.require_replaceable(last)
         await ask(claim, partial(watch.replace_live, attempts))
     # Those on the attempts that this flow run has counted, oldest first.
-    verdicts = await asyncio.to_thread(attempts.index.verdicts, attempts.run, claim.orchestrator)
+    verdicts = await asyncio.to_thread(attempts.index.verdicts_of_flow_run, attempts.run, claim.orchestrator)
     with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
         orchestrator = _Orchestrator(
             claim=claim,
@@ -178,7 +178,7 @@ class _Orchestrator:
         while not await asyncio.to_thread(self.lease.take, unless_stopped_after=self.ended if self.verdict else 0):
             last = await ask(claim, attempts.last)
             if last is not None and last.number > self.ended and last.status.state.live and claim.adopts(last):
-                await asyncio.to_thread(attempts.index.follow, claim.flow_runs, last.record)
+                await asyncio.to_thread(attempts.index.link_flow_run, claim.flow_runs, last.record)
                 _tell(claim, last.record, "started")
                 emit(Note(what=f"{self._leader} leads {last.record.job_name}; this one follows"))
                 if await self._await(last.record) is None:
@@ -201,7 +201,7 @@ class _Orchestrator:
         has taken the lease. JobFailed where another attempt would not help."""
         claim, attempts, lease = self.claim, self.claim.attempts, self.lease
         if lease.inherited is not None:
-            inherited = await asyncio.to_thread(attempts.index.verdicts, attempts.run, lease.inherited)
+            inherited = await asyncio.to_thread(attempts.index.verdicts_of_flow_run, attempts.run, lease.inherited)
             counted = {judged.attempt: judged for judged in [*self.verdicts, *inherited]}
             self.verdicts = [counted[number] for number in sorted(counted)]
         while True:
@@ -267,18 +267,29 @@ class _Orchestrator:
 
 
 async def _judged(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> tuple[AttemptVerdict, bool]:
-    after, own, machine = await asyncio.to_thread(claim.progress), claim.orchestrator, verdict.machine
     judged = AttemptVerdict(
-        attempt=attempt, fault=verdict.fault, before=before, after=after, machine=machine, step=verdict.step,
-        flow_run=own,
-    )  # fmt: skip
-    is_news = await asyncio.to_thread(claim.attempts.index.judge, claim.attempts.run, judged)
-    await asyncio.to_thread(write_verdict, open_storage(verdict.logs), verdict)
+        attempt=attempt,
+        code=verdict.code,
+        fault=verdict.fault,
+        node=verdict.node,
+        rank=verdict.rank,
+        host=verdict.host,
+        clear=verdict.clear,
+        before=before,
+        after=await asyncio.to_thread(claim.progress),
+        machine=verdict.machine,
+        step=verdict.step,
+        flow_run=claim.orchestrator,
+        evidence=verdict.lines,
+        action=verdict.action,
+        advice=ADVICE[verdict.fault],
+    )
+    is_news = await asyncio.to_thread(claim.attempts.index.record_verdict, claim.attempts.run, judged)
     return judged, is_news
 
 
 def _excluded(claim: Claim) -> tuple[str, ...]:
-    verdicts = claim.attempts.index.judged(claim.attempts.run)
+    verdicts = claim.attempts.index.verdicts(claim.attempts.run)
     machines = claim.blamed(verdicts)
     if not machines:
         return ()
@@ -339,7 +350,7 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
         except PlatformRefused as error:  # the attempt is over, so that `status` tells why, and no time is its own
             if not (await ask(claim, partial(platform.status, record.job_id))).state.live:  # else somebody was faster
                 refused = JobStatus(state=JobState.FAILED, native=f"refused: {words_of(error)}")
-                await asyncio.to_thread(claim.attempts.index.end, record, refused)
+                await asyncio.to_thread(claim.attempts.index.record_end, record, refused)
                 reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
             raise
         reach("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
@@ -364,7 +375,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
     platform, job_id, index = claim.attempts.open(record.platform), record.job_id, claim.attempts.index
     root = index.root.address()
     # What an orchestrator before has handed on is not told again.
-    if position := await asyncio.to_thread(index.place_in_log, record):
+    if position := await asyncio.to_thread(index.log_position, record):
         try:
             with suppress(PlatformUnreachable):
                 await asyncio.to_thread(platform.logs, job_id, position)
@@ -377,7 +388,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
 
         def keep(position: str) -> None:
             lines.announce()
-            index.read_up_to(record, position)
+            index.save_log_position(record, position)
 
         refused = None
         try:
@@ -398,7 +409,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
     report_unreadable(lines.damaged)
     if status.lingers and lease.held:
         await ask(claim, partial(platform.cancel, job_id))
-    await asyncio.to_thread(index.end, record, status)
+    await asyncio.to_thread(index.record_end, record, status)
     _tell(claim, record, "ended")
     if lease.held and (refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}):
         why = status.state if refused is None else "refused"

@@ -113,7 +113,7 @@ class Attempts:
     def all(self) -> list[Attempt]:
         """Return every attempt with its state, oldest first; those that are not known to have ended are asked for."""
         ends = self.index.ends(self.run)
-        return [self._seen(record, ends.get(record.attempt)) for record in self.records()]
+        return [self._with_status(record, ends.get(record.attempt)) for record in self.records()]
 
     def live(self) -> Attempt | None:
         """Return the attempt that runs, if one does: only the last can."""
@@ -123,7 +123,9 @@ class Attempts:
     def last(self) -> Attempt | None:
         """Return the last attempt with its state, None before the first."""
         record = self.index.last(self.run)
-        return self._seen(record, self.index.end_of(record)) if record is not None else None
+        if record is None:
+            return None
+        return self._with_status(record, self.index.end_of(record))
 
     def next(self) -> int:
         """Return the number of the attempt that runs, or else of the one to start."""
@@ -140,7 +142,7 @@ class Attempts:
         if last is None or last.status.state.live or self.is_out_of_reach(last.record):
             return
         if last.status.state.final:  # its orchestrator may have died before it wrote that down
-            self.index.end(last.record, last.status)
+            self.index.record_end(last.record, last.status)
         if last.status.state.final or has_begun(last.record.directory):
             self.platform_of(last.record).cancel(last.record.job_id)
 
@@ -168,7 +170,7 @@ class Attempts:
                 for job_id, attempt in live.items():
                     self.platform_of(attempt.record).cancel(job_id)
                     cancelled = replace(attempt.status, state=JobState.CANCELLED, native="cancelled")
-                    self.index.end(attempt.record, cancelled)
+                    self.index.record_end(attempt.record, cancelled)
                 return list(live)
             except PlatformUnreachable as error:
                 if time.monotonic() > ends or was_given_up(error):
@@ -183,11 +185,11 @@ class Attempts:
     def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
         """Return how an attempt ended for the first who saw it, None where nobody has written that down."""
         end = self.index.end_of(record)
-        return None if end is None else JobStatus(state=end.state, native=end.native)
+        return None if end is None else end.status
 
-    def _seen(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
+    def _with_status(self, record: AttemptRecord, end: AttemptEnd | None) -> Attempt:
         if end is not None:
-            return Attempt(record=record, status=JobStatus(state=end.state, native=end.native))
+            return Attempt(record=record, status=end.status)
         return Attempt(record=record, status=self.platform_of(record).status(record.job_id))
 
     def is_out_of_reach(self, record: AttemptRecord) -> bool:
@@ -280,7 +282,7 @@ class Claim:
         for record in attempts.records():
             if record.attempt == number:
                 return self.job_of(record)
-        return replace(self.make_job(number), exclude_nodes=self.blamed(attempts.index.judged(attempts.run)))
+        return replace(self.make_job(number), exclude_nodes=self.blamed(attempts.index.verdicts(attempts.run)))
 
     def blamed(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
         """Return the machines that these attempts blame often enough to be avoided."""
@@ -325,7 +327,7 @@ class Claim:
         if unknown := self.make_job(1).unknown:
             raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
         index = self.attempts.index
-        index.close(self.attempts.run)
+        index.restrict_permissions(self.attempts.run)
         while True:
             last = self.attempts.last()
             if last is not None and last.number <= ended:
@@ -340,8 +342,8 @@ class Claim:
             else:
                 first = max(last.number if last else 0, ended) + 1
                 record, lives = self._record(self._unused(first), exclude), False
-                known = {record.attempt for record in self.attempts.records()}
-                if record.attempt > first and max(known, default=0) >= first:
+                newest = index.last(self.attempts.run)
+                if record.attempt > first and newest is not None and newest.attempt >= first:
                     continue  # another orchestrator has claimed an attempt since, whose folder was the used one
                 if not leads():
                     return None
@@ -349,7 +351,7 @@ class Claim:
                     continue
             if not lives:
                 self.prepare(record)
-            index.follow(self.flow_runs, record)
+            index.link_flow_run(self.flow_runs, record)
             return record
 
     def _unused(self, number: int) -> int:
@@ -435,7 +437,7 @@ def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> Attem
     if flow_run is None:
         return None
     index = Index.of(config.root)
-    followed = index.followed_by(flow_run).items()
+    followed = index.attempts_of_flow_run(flow_run).items()
     own = [record for run, attempt in followed for record in index.records(run) if record.attempt == attempt]
     return max(own, key=lambda record: record.created, default=None)
 

@@ -7,7 +7,6 @@ where nothing else is, and it points to those that complain of nothing.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -21,14 +20,11 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 
 from launcher.errors import PlatformUnreachable
 from launcher.job import MACHINE, ExitCode, JobFault, JobStatus, LogLine, NodeNumber
-from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.documents import Unreadable, parse_json
 from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code, is_gpu_error
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage
-
-VERDICT = "verdict.json"
-"""The name of the verdict in an attempt's folder."""
 
 _MOST_LINES, _LONGEST = 60, 1000  # lines of evidence, and characters of each
 _LONGEST_HOST = 253  # characters, as of a name of DNS
@@ -110,24 +106,6 @@ class Verdict:
         machine = f"  machine: {self.machine}\n" if self.machine else ""
         advice = f"  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
         return f"{self.fault}{self.culprit}: {self.evidence}\n{machine}{advice}"
-
-
-def write_verdict(attempt: Storage, verdict: Verdict) -> bool:
-    """Leave verdict.json in the attempt's folder unless another orchestrator has; return whether this one did."""
-    document = {
-        "format": 1,
-        "code": verdict.code,
-        "fault": verdict.fault,
-        "node": verdict.node,
-        "rank": verdict.rank,
-        "host": verdict.host[:_LONGEST_HOST],
-        "clear": verdict.clear,
-        "evidence": verdict.lines,
-        # The consequence by the class alone; the run's budget may be used up.
-        "action": verdict.action,
-        "advice": ADVICE[verdict.fault],
-    }
-    return attempt.create(VERDICT, sealed(json.dumps(document, indent=1, ensure_ascii=False).encode(), "record"))
 
 
 # A node may write anything: what is too long is cut, what is too large is no report.

@@ -3,14 +3,13 @@
 index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
 index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
 index/<run>/<attempt>.read.json                  up to where its log was handed on: the next orchestrator goes on there
-index/<run>/<attempt>.verdict.json               why it ended badly, and whether it committed a checkpoint
 index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
 index/<run>/announced-<what>.json                an event was emitted that a run has once
 index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
 
 All of them are small, and each but the place in the log is created once (Storage.create), so that two writers never
-overwrite each other.
+overwrite each other. So is the verdict on an attempt that ended badly, runs/<run>/attempts/<attempt>/verdict.json.
 """
 
 from __future__ import annotations
@@ -129,21 +128,38 @@ class AttemptEnd(Settings):
     ended: Moment | None = None
     """The platform's times, as a JobStatus has them."""
 
+    @property
+    def status(self) -> JobStatus:
+        return JobStatus(state=self.state, native=self.native)
+
 
 class AttemptVerdict(Settings):
-    """The end of an attempt that ended badly, as its orchestrator judged it: what the restart budget counts."""
+    """verdict.json of an attempt that ended badly: the leader's diagnosis, and what the restart budget counts."""
 
+    format: Literal[1] = 1
     attempt: int
+    code: str = ""
     fault: JobFault
+    node: int | None = None
+    rank: int | None = None
+    host: str = ""
+    """The node's machine by its platform's name, where it is known."""
+    clear: bool = False
+    """True if no other node can have been the cause."""
     before: int = Field(ge=0, le=2**53)
     """The step of the run's newest checkpoint when the attempt began; 0 without one, as for every script."""
     after: int = Field(ge=0, le=2**53)
     """The same when it had ended."""
     machine: MachineName | Literal[""] = ""
+    """The host, if the end counts against it."""
     step: int | None = Field(None, ge=0, le=2**53)
     """The steps that were done when a GPU stopped in the middle of the program's work; None for any other end."""
     flow_run: str | None = None
     """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
+    evidence: tuple[str, ...] = ()
+    action: str = ""
+    """What follows by the failure class alone; the run's budget may be used up."""
+    advice: str = ""
 
     @property
     def progressed(self) -> bool:
@@ -163,7 +179,7 @@ class Index:
     def _folder(self) -> Storage:
         return self.root.within(INDEX)
 
-    def close(self, run: str) -> None:
+    def restrict_permissions(self, run: str) -> None:
         """Make the folders of the index and of a run, closed to other users of this machine where they are new."""
         for folder in (self._folder.local_path(), self.root.within(f"runs/{run}").local_path()):
             if folder is not None:
@@ -185,8 +201,7 @@ class Index:
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
-
-        found = self._readable(dict(self._attempts(".json")).items(), bad)
+        found = self._readable(_newest_of_each(self._attempts(".json")).items(), bad)
         return sorted(found, key=lambda record: record.created, reverse=True)
 
     def of_name(self, name: str, bad: DamagedRecords) -> list[AttemptRecord]:
@@ -200,14 +215,14 @@ class Index:
         """
         paths = self._folder.list()
         ended = set(_numbered_paths(".ended.json", paths))
-        last = dict(_of_name(name, _numbered_paths(".json", paths))).items()
-        return self._readable([which for which in last if which not in ended], bad)
+        last = _newest_of_each(_of_name(name, _numbered_paths(".json", paths))).items()
+        return self._readable([attempt for attempt in last if attempt not in ended], bad)
 
     def runs(self) -> list[str]:
         """Return the name of every run, without reading what was written of it."""
-        return list(dict(self._attempts(".json")))
+        return list(_newest_of_each(self._attempts(".json")))
 
-    def end(self, record: AttemptRecord, status: JobStatus) -> None:
+    def record_end(self, record: AttemptRecord, status: JobStatus) -> None:
         """Write down how an attempt ended, unless somebody has."""
         ended = AttemptEnd(
             state=status.state, native=status.native, seen=time.time(), scheduled=status.scheduled,
@@ -225,30 +240,38 @@ class Index:
         """Return how each attempt of a run ended, as far as somebody saw it."""
         return self._numbered(AttemptEnd, run, ".ended.json", _END_FIX)
 
-    def judge(self, run: str, judged: AttemptVerdict) -> bool:
-        """Write down why an attempt ended badly, unless another orchestrator has; return whether this one did."""
-        return self._folder.create(f"{run}/{judged.attempt}.verdict.json", _content(judged))
+    def record_verdict(self, run: str, verdict: AttemptVerdict) -> bool:
+        """Store why an attempt ended badly, unless another orchestrator has; return whether this one did."""
+        return self.root.create(_verdict_path(run, verdict.attempt), _content(verdict))
 
-    def verdicts(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
+    def verdicts_of_flow_run(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
         """Return the attempts of a run that ended badly under this flow run, oldest first."""
-        return [judged for judged in self.judged(run) if judged.flow_run == flow_run] if flow_run else []
+        return [judged for judged in self.verdicts(run) if judged.flow_run == flow_run] if flow_run else []
 
-    def judged(self, run: str) -> list[AttemptVerdict]:
+    def verdicts(self, run: str) -> list[AttemptVerdict]:
         """Return all attempts of a run that ended badly, oldest first."""
-        judged = self._numbered(AttemptVerdict, run, ".verdict.json", _VERDICT_FIX)
-        for number, verdict in judged.items():
-            if verdict.attempt != number:
-                where = self._folder.address(f"{run}/{number}.verdict.json")
-                raise DataError(f"{where} is of attempt {verdict.attempt}", fix=_VERDICT_FIX)
-        return list(judged.values())
 
-    def read_up_to(self, record: AttemptRecord, position: str) -> None:
+        def read(number: int) -> AttemptVerdict | None:
+            path = _verdict_path(run, number)
+            try:
+                content = self.root.read(path, most=_MOST_RECORD)
+            except FileNotFoundError:
+                return None
+            verdict = parse_json(content, AttemptVerdict, where=self.root.address(path), fix=_VERDICT_FIX)
+            if verdict.attempt != number:
+                raise DataError(f"{self.root.address(path)} is of attempt {verdict.attempt}", fix=_VERDICT_FIX)
+            return verdict
+
+        verdicts = self._read_all(read, [number for _, number in self._attempts(".json", run)])
+        return [verdict for verdict in verdicts if verdict is not None]
+
+    def save_log_position(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""
         place = sealed(json.dumps({"position": position}, indent=1).encode(), "record")
         with suppress(TrainLitgptError):  # the lines are then handed on again
             replace(self._folder, durable=False).write(f"{record.run}/{record.attempt}.read.json", place)
 
-    def place_in_log(self, record: AttemptRecord) -> str:
+    def log_position(self, record: AttemptRecord) -> str:
         """Return that place; the beginning where nothing tells of one."""
         with suppress(FileNotFoundError, DataError):
             path = f"{record.run}/{record.attempt}.read.json"
@@ -273,17 +296,17 @@ class Index:
         """Return whether the caller is the first to announce this of a run: several orchestrators may come to it."""
         return self._folder.create(f"{run}/announced-{what}.json", b"{}")
 
-    def follow(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
+    def link_flow_run(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
         """Note that these flow runs of Prefect's orchestrate an attempt."""
         for flow_run in flow_runs:
             self._folder.create(f"{_FLOW_RUNS}/{flow_run}/{record.run}/{record.attempt}.json", b"{}")
 
-    def followed_by(self, flow_run: str) -> dict[str, int]:
-        """Return the runs that a flow run orchestrates or did, each with the last attempt that was this flow run's."""
-        return dict(sorted(self.followers(flow_run)))
+    def attempts_of_flow_run(self, flow_run: str) -> dict[str, int]:
+        """Return the runs that a flow run has orchestrated, each with the last attempt that was this flow run's."""
+        return _newest_of_each(self.flow_runs_of_attempts(flow_run))
 
-    def followers(self, flow_run: str = "") -> dict[tuple[str, int], tuple[str, ...]]:
-        """Return the flow runs of every attempt, or of those of this one alone, by run and number."""
+    def flow_runs_of_attempts(self, flow_run: str = "") -> dict[tuple[str, int], tuple[str, ...]]:
+        """Return the flow runs of every attempt by run and number; only the attempts of `flow_run`, if it is set."""
         found: dict[tuple[str, int], tuple[str, ...]] = {}
         for path in self._folder.within(f"{_FLOW_RUNS}/{flow_run}" if flow_run else _FLOW_RUNS).list():
             if which := _FOLLOWED.fullmatch(f"{flow_run}/{path}" if flow_run else path):
@@ -346,8 +369,20 @@ def _numbered_paths(kind: str, paths: Iterable[str]) -> list[tuple[str, int]]:
     return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
 
 
+def _newest_of_each(attempts: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return the last attempt of each run."""
+    newest = dict[str, int]()
+    for run, attempt in attempts:
+        newest[run] = max(attempt, newest.get(run, 0))
+    return newest
+
+
 def _of_name(name: str, attempts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
     return [(run, number) for run, number in attempts if run.rpartition("-")[0] == name]
+
+
+def _verdict_path(run: str, attempt: int) -> str:
+    return f"runs/{run}/{ATTEMPTS}/{attempt}/verdict.json"
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:

@@ -193,4 +193,4 @@ class Lease(FolderLease):
         self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(index.root.within(f"{INDEX}/{run}/lease"), flow_run=flow_run, clock=clock)
-        self._close = partial(index.close, run)
+        self._close = partial(index.restrict_permissions, run)

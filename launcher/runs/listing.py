@@ -204,7 +204,7 @@ def run_rows(
     A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
     row, because their records are damaged.
     """
-    followers, open = index.followers(), open or opening_beside()
+    followers, open = index.flow_runs_of_attempts(), open or opening_beside()
 
     def row(record: AttemptRecord) -> RunRow:
         folder, note = index.root.within(f"runs/{record.run}"), ""

@@ -27,7 +27,7 @@ from launcher.platforms.slurm.platform import SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from launcher.reports.goodput import AttemptTimes, Part, ledger
 from launcher.runs.attempts import CancelWatch, claim_at
-from launcher.runs.diagnosis import VERDICT, Action
+from launcher.runs.diagnosis import ADVICE, Action
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
 from launcher.runs.run import plan_run
@@ -146,8 +146,11 @@ def test_a_program_that_always_says_it_was_preempted_ends_after_its_restarts(tmp
 def test_what_another_attempt_would_not_mend_ends_the_run_and_why_is_in_the_attempts_folder(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
-    stored = json.loads((tmp_path / "runs" / "demo" / "attempts" / "1" / VERDICT).read_bytes())
-    assert (stored["fault"], stored["node"], stored["action"]) == (Fault.USER, 0, Action.STOP)
+    stored = json.loads((tmp_path / "runs/demo/attempts/1/verdict.json").read_bytes())
+    assert (stored["fault"], stored["code"], stored["node"]) == (Fault.USER, "attempt.user-error", 0)
+    assert (stored["action"], stored["advice"]) == (Action.STOP, ADVICE[Fault.USER])
+    assert stored["evidence"]
+    assert "record_crc32c" in stored
 
 
 def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_begins_anew(
@@ -260,7 +263,7 @@ def test_the_budget_counts_an_attempt_at_its_own_price(
     record = claim_at(first).take()
     begun = record.created
     ended = JobStatus(state=JobState.FAILED, native="", scheduled=begun, pulled=begun, ended=begun + 3600)
-    Index(first.root).end(record, ended)
+    Index(first.root).record_end(record, ended)
     assert training._affordable(moved) == pytest.approx(seconds - 60)
 
 
@@ -363,7 +366,7 @@ class Followed(Fated):
 
     def status(self, job_id: JobId) -> JobStatus:
         with self._one_at_a_time:  # both ask
-            followers = self._index.followers().get(("demo", len(self.began)), ())
+            followers = self._index.flow_runs_of_attempts().get(("demo", len(self.began)), ())
             if job_id in self.live() and len(followers) == 2:
                 super().meet(job_id, self._fates[job_id])
             return super().status(job_id)
@@ -387,7 +390,7 @@ def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
     with Listener(told.append):
         asyncio.run(two())
     assert len(platform.began) == 3, "the first attempt and two restarts, not two of each"
-    counted = [one.attempt for flow_run in ("one", "another") for one in index.verdicts("demo", flow_run)]
+    counted = [one.attempt for flow_run in ("one", "another") for one in index.verdicts_of_flow_run("demo", flow_run)]
     assert sorted(counted) == [1, 2, 3], "each end is judged once"
     assert len(notes(told, "no new attempt is left")) == 1
 
@@ -406,7 +409,7 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     async def two() -> list[int]:
         monkeypatch.setattr(training, "flow_runs", lambda: ["leader"])
         first = asyncio.create_task(run_job(leading, max_restarts=1, restarts=AT_ONCE))
-        await asyncio.to_thread(until, lambda: index.followers("leader"))
+        await asyncio.to_thread(until, lambda: index.flow_runs_of_attempts("leader"))
         monkeypatch.setattr(training, "flow_runs", lambda: ["follower"])
         records = await asyncio.gather(first, run_job(following, max_restarts=1, restarts=AT_ONCE))
         return [record.attempt for record in records]
@@ -414,7 +417,7 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     assert asyncio.run(two()) == [2, 2]
     assert written == [2, 2], "each attempt has the config of its claimant"
     assert events.count("attempt.ended") == 2
-    assert [judged.flow_run for judged in index.judged("demo")] == ["leader"]
+    assert [judged.flow_run for judged in index.verdicts("demo")] == ["leader"]
 
 
 @pytest.mark.parametrize("followed", [0, 1])
@@ -465,7 +468,7 @@ def test_removed_job_ended_as_the_leader_saw_it(tmp_path: Path, state: JobState)
 
     claim = claim_on(Removed(), tmp_path, "demo")
     record = claim.take()
-    claim.attempts.index.end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
+    claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
     with Lease(claim.attempts.index, "demo") as lease:
         verdict = asyncio.run(training.await_job(claim, record, lambda row: None, lease))
     assert "BackoffLimitExceeded" in str(verdict)
@@ -530,7 +533,7 @@ def test_malformed_position_in_the_log_is_not_believed(tmp_path: Path, position:
     platform = Fated([None, 0])
     with pytest.raises(SystemExit):
         ended_well(tmp_path, platform)
-    Index.of(str(tmp_path)).read_up_to(claim_on(platform, tmp_path, "demo").attempts.records()[0], position)
+    Index.of(str(tmp_path)).save_log_position(claim_on(platform, tmp_path, "demo").attempts.records()[0], position)
     assert ended_well(tmp_path, platform) == 1
 
 

@@ -110,7 +110,7 @@ def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_
     claim.attempts.index.create(there)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
         claim.attempts.live()
-    claim.attempts.index.end(there, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
+    claim.attempts.index.record_end(there, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
     assert claim.attempts.live() is None
     claim.attempts.sweep()
     assert claim.take().attempt == 3
@@ -256,7 +256,7 @@ def siblings(claim_named: Callable[..., Claim], platform: StrictPlatform) -> Cal
                 job_id = begin(claim)
                 if ended or attempt < attempts:
                     platform.end(job_id, JobState.FAILED)
-                    claim.attempts.index.end(claim.attempts.records()[-1], platform.status(job_id))
+                    claim.attempts.index.record_end(claim.attempts.records()[-1], platform.status(job_id))
 
     return make
 

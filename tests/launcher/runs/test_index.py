@@ -53,48 +53,50 @@ def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Ind
 
 def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:
     index.create(record())
-    index.end(record(), ENDED)
-    index.end(record(), JobStatus(state=JobState.CANCELLED, native="cancelled"))
+    index.record_end(record(), ENDED)
+    index.record_end(record(), JobStatus(state=JobState.CANCELLED, native="cancelled"))
     assert {number: end.state for number, end in index.ends(RUN).items()} == {1: JobState.FAILED}
-    judged = [verdict(1), verdict(2, "another"), verdict(9), verdict(10)]
-    for one in [*reversed(judged), verdict(9, "too late")]:
-        index.judge(RUN, one)
-    assert index.verdicts(RUN, "mine") == [judged[0], *judged[2:]]
-    assert index.verdicts(RUN, None) == []
-    assert [one.attempt for one in index.records(RUN)] == [1]
+    verdicts = [verdict(1), verdict(2, "another"), verdict(9), verdict(10)]
+    for stored in verdicts:
+        index.create(record(attempt=stored.attempt))
+        assert index.record_verdict(RUN, stored)
+    assert not index.record_verdict(RUN, verdict(9, "too late"))
+    assert index.verdicts(RUN) == verdicts
+    assert index.verdicts_of_flow_run(RUN, "mine") == [verdicts[0], *verdicts[2:]]
+    assert index.verdicts_of_flow_run(RUN, None) == []
 
 
 def test_verdict_of_another_attempt_is_damaged(index: Index) -> None:
     """The next attempt has the number behind it: of a forged one that is a number that no record can have."""
-    index.judge(RUN, verdict(1))
+    index.create(record())
     forged = verdict(1).model_copy(update={"attempt": 10**18})
-    index.root.write(f"index/{RUN}/2.verdict.json", forged.model_dump_json().encode())
-    with pytest.raises(DataError, match=r"2\.verdict\.json is of attempt 1000000000000000000; remove that file"):
-        index.judged(RUN)
+    index.root.write(f"runs/{RUN}/attempts/1/verdict.json", forged.model_dump_json().encode())
+    with pytest.raises(DataError, match=r"1/verdict\.json is of attempt 1000000000000000000; remove that file"):
+        index.verdicts(RUN)
 
 
 def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index, tmp_path: Path) -> None:
-    index.follow(["trial", "sweep"], record(RUN, 2))
-    index.follow(["sweep"], record("gpt-9999999999", 1))
-    index.follow(["sweep"], record(RUN, 3))
+    index.link_flow_run(["trial", "sweep"], record(RUN, 2))
+    index.link_flow_run(["sweep"], record("gpt-9999999999", 1))
+    index.link_flow_run(["sweep"], record(RUN, 3))
     (tmp_path / INDEX / "flow-runs" / "sweep" / RUN / "4x.json").write_text("{}")
-    assert index.followed_by("sweep") == {RUN: 3, "gpt-9999999999": 1}
-    assert index.followed_by("trial") == {RUN: 2}
-    assert sorted(index.followers()[RUN, 2]) == ["sweep", "trial"]
+    assert index.attempts_of_flow_run("sweep") == {RUN: 3, "gpt-9999999999": 1}
+    assert index.attempts_of_flow_run("trial") == {RUN: 2}
+    assert sorted(index.flow_runs_of_attempts()[RUN, 2]) == ["sweep", "trial"]
     assert index.runs() == [], "that a flow run follows it makes no attempt"
 
 
 def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp_path: Path) -> None:
     """Passing over it would call a live job dead."""
     index.create(record())
-    index.judge(RUN, verdict())
-    index.end(record(), ENDED)
-    for path in (tmp_path / INDEX / RUN).iterdir():
+    index.record_verdict(RUN, verdict())
+    index.record_end(record(), ENDED)
+    for path in (*(tmp_path / INDEX / RUN).iterdir(), tmp_path / f"runs/{RUN}/attempts/1/verdict.json"):
         path.write_text(path.read_text()[:40])
     with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
         index.records(RUN)
     with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):
-        index.verdicts(RUN, "mine")
+        index.verdicts_of_flow_run(RUN, "mine")
     with pytest.raises(DataError, match=r"remove that file; the platform is then asked how the attempt ended"):
         index.ends(RUN)
 
@@ -164,7 +166,7 @@ def test_no_forged_record_stops_a_verb_about_all_runs(forgery: tuple[str, str, A
         index = Index.of(folder)
         own = f"{folder}/runs/{RUN}/attempts/1"
         index.create(honest := record().model_copy(update={"directory": own, "job_id": own}))
-        index.end(honest, ENDED)
+        index.record_end(honest, ENDED)
         document = json.loads(record(FORGED).model_dump_json())
         document["directory"] = directory = f"{folder}/runs/{FORGED}/attempts/1"
         document |= {"platform": {"kind": kind, "project": "team-a"} if kind == "runai" else {"kind": kind}}

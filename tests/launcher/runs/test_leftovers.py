@@ -76,7 +76,7 @@ def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monk
     monkeypatch.setattr("flows.server.server_address", lambda: None)  # the tests' own server knows other tests' runs
     claim = claim_of(ScriptConfig(root=str(tmp_path), name="demo", script="/train.py"))
     record = claim.take()
-    claim.attempts.index.end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
+    claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     orphan = subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}, stdin=subprocess.PIPE)
     with orphan:
