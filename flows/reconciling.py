@@ -112,7 +112,7 @@ async def _lately(client: PrefectClient, state: StateType) -> list[Any]:
 async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     cancelled: list[JobId] = []
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
-    if not (mine := await asyncio.to_thread(index.followed_by, flow_run)):
+    if not (mine := await asyncio.to_thread(index.attempts_of_flow_run, flow_run)):
         return cancelled
     followers = await asyncio.to_thread(index.flow_runs_of_attempts)
     for run, attempt in mine.items():
