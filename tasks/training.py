@@ -35,7 +35,7 @@ from litgpt_demo.config import Origin, RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import Fault, TrainLitgptError, UserError, words_of
-from litgpt_demo.metrics import Row, damaged_lines, parsed
+from litgpt_demo.metrics import Row, damaged_lines, from_log_line
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import MANIFEST, open_storage
@@ -502,11 +502,11 @@ class Lines:
 
     def keep(self, lines: Iterable[LogLine]) -> None:
         """Add lines that were handed on before to the tail."""
-        self.tail.extend(replace(line, text=line.text[:_LONGEST]) for line in lines if parsed(line.text) is None)
+        self.tail.extend(replace(line, text=line.text[:_LONGEST]) for line in lines if from_log_line(line.text) is None)
 
     def __call__(self, lines: Iterable[LogLine]) -> None:
         for line in lines:
-            row = parsed(line.text, self.damaged)
+            row = from_log_line(line.text, self.damaged)
             if row is not None:
                 emit(MetricsRow(row=row))
                 self._live.add(row)

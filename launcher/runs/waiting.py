@@ -14,7 +14,7 @@ from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
 from litgpt_demo import timeouts
 from litgpt_demo.errors import NetworkError, was_given_up
-from litgpt_demo.metrics import METRICS_MARK, Row, parsed
+from litgpt_demo.metrics import METRICS_MARK, Row, from_log_line
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[It
 
 def readable(line: LogLine) -> str:
     """Return the line as it is printed, a metrics row in words. Whatever torchrun put before the row stays."""
-    row = parsed(line.text)
+    row = from_log_line(line.text)
     if row is None:
         return str(line)
     before = line.text.partition(METRICS_MARK)[0].rstrip()

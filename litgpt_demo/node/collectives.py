@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from litgpt_demo.errors import NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
-from litgpt_demo.metrics import marked
+from litgpt_demo.metrics import to_log_line
 from litgpt_demo.node.gate import PLACE, RESULT, NodePair, Result, Speed
 from litgpt_demo.node.rendezvous import machine_name
 from litgpt_demo.storage.local import write_whole
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
             if ranks.rank % ranks.per_node == 0 and (folder := os.environ.get(NODE_DIRECTORY)):
                 write_whole(Path(folder) / RESULT, result.document())
             if ranks.rank == 0:
-                print(marked(result.row()), flush=True)
+                print(to_log_line(result.row()), flush=True)
             dist.barrier()
     finally:
         # Seconds for Gloo's threads to let go of the tensors of work that has just ended, for which they need Python's

@@ -25,7 +25,7 @@ from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import MixedWindows
 from litgpt_demo.errors import TrainLitgptError, UserError, words_of
-from litgpt_demo.metrics import MetricsFile, Row, rows_of
+from litgpt_demo.metrics import CSV_COLUMNS, MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.node.environment import NodeTimes
@@ -210,11 +210,6 @@ def warn(text: str) -> None:
     print(f"warning: {text}", flush=True)
 
 
-# Of metrics.csv, in this order; other columns are in metrics.jsonl.
-COLUMNS = (
-    "kind", "step", "tokens", "loss", "learning_rate", "grad_norm", "validation_loss", "perplexity",
-    "tokens_per_second", "mfu", "step_seconds", "data_seconds", "memory", "seconds", "save_seconds", "bytes",
-)  # fmt: skip
 _PLOTTED = ("step", "evaluation", "checkpoint")
 
 
@@ -225,7 +220,7 @@ class Table:
         """Begins with the rows of older attempts that still count."""
         aside = path.with_name(f".{path.name}.partial")
         self._file = aside.open("w", buffering=1, newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, extrasaction="ignore")
+        self._writer = csv.DictWriter(self._file, CSV_COLUMNS, extrasaction="ignore")
         self._writer.writeheader()
         for row in kept:
             self.write(row)

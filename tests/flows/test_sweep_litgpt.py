@@ -31,7 +31,7 @@ from launcher.runs.run import Run, plan_run
 from launcher.runs.search import Search
 from litgpt_demo.documents import sealed, write_manifest
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.metrics import METRICS_MARK, marked
+from litgpt_demo.metrics import METRICS_MARK, to_log_line
 from litgpt_demo.runs import FINAL, METRICS
 
 pytestmark = pytest.mark.prefect
@@ -222,7 +222,7 @@ def test_a_trial_collected_on_the_way_is_trained_to_its_end(
     async def train(**groups: Any) -> Any:
         trained.append(seed := RunConfig(**groups).train.seed)
         await asyncio.to_thread(take, run := PLANNED.get())
-        rows = [marked({"kind": "evaluation", "step": step, "validation_loss": 1.0}) for step in (4, 8)]
+        rows = [to_log_line({"kind": "evaluation", "step": step, "validation_loss": 1.0}) for step in (4, 8)]
         run.storage.write(METRICS, "\n".join(row.removeprefix(METRICS_MARK) for row in rows).encode())
         final = collected_model(complete=seed == 1)
         await asyncio.to_thread(write_manifest, run.storage.within(FINAL), final)

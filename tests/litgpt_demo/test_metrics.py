@@ -10,7 +10,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from litgpt_demo.metrics import METRICS_MARK, MetricsFile, curve, damaged_lines, marked, parsed, rows_of
+from litgpt_demo.metrics import (
+    METRICS_MARK,
+    NUMBERS,
+    MetricsFile,
+    curve,
+    damaged_lines,
+    from_log_line,
+    rows_of,
+    to_log_line,
+)
 from litgpt_demo.runs import METRICS, read_metrics
 from litgpt_demo.storage import open_storage
 
@@ -39,17 +48,24 @@ PREFIXES = st.text(alphabet=st.characters(exclude_characters="\n\r")).filter(lam
 def test_a_row_comes_back_from_behind_any_prefix_and_a_line_cut_short_is_none(
     row: dict[str, Any], prefix: str, data: st.DataObject
 ) -> None:
-    line = marked(row)
+    line = to_log_line(row)
     assert "\n" not in line
-    assert parsed(prefix + line) == parsed(line + "\r\n") == row
-    assert parsed(line.removeprefix(METRICS_MARK)) is None
-    assert parsed(line[: data.draw(st.integers(0, len(line) - 1))]) is None
+    assert from_log_line(prefix + line) == from_log_line(line + "\r\n") == row
+    assert from_log_line(line.removeprefix(METRICS_MARK)) is None
+    assert from_log_line(line[: data.draw(st.integers(0, len(line) - 1))]) is None
 
 
 def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve() -> None:
-    line = marked({"kind": "step", "step": 3, "loss": math.nan})
+    line = to_log_line({"kind": "step", "step": 3, "loss": math.nan})
     json.loads(line.removeprefix(METRICS_MARK), parse_constant=pytest.fail)
-    assert math.isnan(curve([parsed(line) or {}], "step", "loss")[3])
+    assert math.isnan(curve([from_log_line(line) or {}], "step", "loss")[3])
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_a_number_of_another_type_costs_its_row(name: str) -> None:
+    text, bad = json.dumps({"kind": "step", "step": 3, name: "abc"}), damaged_lines()
+    assert rows_of(f"{STEP}\n{text}\n{STEP}", bad) == [json.loads(STEP)] * 2
+    assert name in str(bad)
 
 
 LINES = st.binary(max_size=200) | st.sampled_from([STEP, "\0", '{"kind":"step","step":1,', *HOSTILE]).map(str.encode)
@@ -65,7 +81,7 @@ def test_whatever_bytes_are_in_the_channel_every_row_can_be_used(lines: list[byt
     assert len(str(bad)) < 1000
     assert str(bad).isprintable()
     for line in content.decode(errors="surrogateescape").split("\n"):
-        assert parsed(METRICS_MARK + line, bad) in (None, json.loads(STEP))
+        assert from_log_line(METRICS_MARK + line, bad) in (None, json.loads(STEP))
 
 
 def test_a_step_that_was_repeated_counts_as_it_went_last() -> None:
@@ -83,7 +99,7 @@ def test_rows_are_printed_and_kept_at_once_and_a_resumed_file_drops_what_is_repe
     for step in range(1, 6):
         first.write({"kind": "step", "step": step})
         assert rows_of(path.read_text())[-1] == {"kind": "step", "step": step}  # before it is closed: a kill loses none
-    assert parsed(capsys.readouterr().out.splitlines()[-1]) == {"kind": "step", "step": 5}
+    assert from_log_line(capsys.readouterr().out.splitlines()[-1]) == {"kind": "step", "step": 5}
     first.close()
     path.write_text(path.read_text() + '{"kind":"step","st')
     MetricsFile(path, resumed_from=3).close()

@@ -35,7 +35,7 @@ from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import EXIT_CODES, Fault, Finding
-from litgpt_demo.metrics import METRICS_MARK, marked
+from litgpt_demo.metrics import METRICS_MARK, to_log_line
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import LocalStorage
 from litgpt_demo.training import checkpoints
@@ -245,7 +245,7 @@ def test_leader_announces_a_checkpoint_with_its_own_loss(tmp_path: Path, monkeyp
     for leads in (True, False):
         root = str(tmp_path)
         lines = training.Lines(record, root, LiveArtifacts("demo"), lambda _: None, leads=lambda leads=leads: leads)
-        lines(LogLine(0, marked(row)) for row in rows)
+        lines(LogLine(0, to_log_line(row)) for row in rows)
         lines.announce()
     assert announced == [{"step": 4, "loss": 5.0}]
 
@@ -549,7 +549,7 @@ def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_e
         def meet(self, job_id: JobId, code: int) -> None:
             self.start(job_id)
             self.say(job_id, *(METRICS_MARK + line for line in HOSTILE), "x" * (4 << 20))
-            self.say(job_id, marked({"kind": "step", "step": 1, "loss": 2.5, "step_seconds": 1.0}))
+            self.say(job_id, to_log_line({"kind": "step", "step": 1, "loss": 2.5, "step_seconds": 1.0}))
             open_storage(str(tmp_path)).write("runs/demo/attempts/1/node-0.json", b'{"node":' + b"[" * 100_000)
             super().meet(job_id, code)
 
@@ -598,7 +598,7 @@ def test_event_of_a_checkpoint_needs_one_that_exists(tmp_path: Path, monkeypatch
             run = open_storage(str(tmp_path / "runs/demo"))
             run.write(f"{checkpoints.folder_of(10)}/{MANIFEST}", b"{}")
             rows = [{"kind": "checkpoint", "step": step} for step in (3, 10, 10, *range(100, 200))]
-            self.say(job_id, *map(marked, rows))
+            self.say(job_id, *map(to_log_line, rows))
             super().meet(job_id, code)
 
     looks: list[str] = []

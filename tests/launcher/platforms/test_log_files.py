@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launcher.errors import PlatformUnreachable
 from launcher.job import LogLine
 from launcher.platforms.log_files import PAGE, page_of
-from litgpt_demo.metrics import parsed
+from litgpt_demo.metrics import from_log_line
 from litgpt_demo.storage import Storage, open_storage
 
 LONG = b"".join(b"line %d\n" % number for number in range(20_000))
@@ -104,7 +104,7 @@ def test_any_bytes_are_lines_of_text(content: bytes) -> None:
     assert len(texts) == len(content.removesuffix(b"\n").split(b"\n")) * bool(content)
     for text in texts:
         text.encode()
-        parsed(text)
+        from_log_line(text)
 
 
 def test_a_line_without_end_comes_in_pieces_and_keeps_no_other_node_waiting(tmp_path: Path) -> None:

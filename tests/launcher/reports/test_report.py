@@ -26,7 +26,7 @@ from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import Fault
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
-from litgpt_demo.metrics import COLUMNS, marked, parsed
+from litgpt_demo.metrics import COLUMNS, from_log_line, to_log_line
 
 FILES = (FileRecord(path="train.bin", size=10, crc32c="00000000"),)
 HOSTILE = [
@@ -173,7 +173,7 @@ ATTEMPT = AttemptRecord.model_construct(attempt=3, platform={"nodes": 2}, create
 
 
 def survives(name: str, value: object) -> bool:
-    return parsed(marked({"kind": "step", "step": 1, name: value})) is not None
+    return from_log_line(to_log_line({"kind": "step", "step": 1, name: value})) is not None
 
 
 PLAIN: dict[str, Any] = {name: 3 if survives(name, 3) else "x" for name in COLUMNS}
@@ -211,10 +211,10 @@ class Noted(dict[str, Any]):
 def test_rows_that_no_training_writes_stop_nothing_that_shows_them(made_up: list[dict[str, Any]]) -> None:
     Noted.read.clear()
     made = [{name: value for name, value in (PLAIN | row).items() if value is not MISSING} for row in made_up]
-    rows = [Noted(row) for line in made if (row := parsed(marked(line))) is not None]
+    rows = [Noted(row) for line in made if (row := from_log_line(to_log_line(line))) is not None]
     assert len(rows) == len(made_up), "every row reaches the reports"
     for row in rows:
-        assert len(readable(LogLine(0, marked(row))).splitlines()) == 1
+        assert len(readable(LogLine(0, to_log_line(row))).splitlines()) == 1
     live_markdown(rows)
     with Watch(Console(file=io.StringIO())):
         for row in rows:
