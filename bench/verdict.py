@@ -14,11 +14,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from litgpt_demo.errors import Fault, RankFailure, fault_of_exception
+from litgpt_demo.errors import FailureClass, RankFailure, fault_of_exception
 from tests.faults.case import Answer, Case, cases, judged
 
 ASKED = 0.95  # DESIGN section 6
-NOBODY = Answer(fault=Fault.UNKNOWN, node=None, rank=None)
+NOBODY = Answer(fault=FailureClass.UNKNOWN, node=None, rank=None)
 
 # What torchrun prints at its end (torch 2.13, ChildFailedError.format_msg).
 _ROOT = "Root Cause (first observed failure)"

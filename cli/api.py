@@ -16,7 +16,7 @@ from launcher.errors import JobFailed
 from launcher.runs.run import Run, plan_run
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import bring
-from litgpt_demo.errors import DataError, Fault, fault_of_exit_code
+from litgpt_demo.errors import DataError, FailureClass, fault_of_exit_code
 from litgpt_demo.export import exported
 from litgpt_demo.runs import FINAL, read_metrics
 from litgpt_demo.storage.private import make_temporary
@@ -34,7 +34,7 @@ class Submitted:
         """Return when the model is collected; a JobFailed has what the command printed and the class of its end."""
         if code := self._process.wait():
             self._errors.seek(0)
-            fault = {fault.exit_code: fault for fault in Fault}.get(code) or fault_of_exit_code(code)
+            fault = {fault.exit_code: fault for fault in FailureClass}.get(code) or fault_of_exit_code(code)
             what = f"{self.run.name} ended with exit code {code}: {self._errors.read().strip()}"
             raise JobFailed(what, fault=fault)
 

@@ -45,7 +45,7 @@ from launcher.runs.sweeps import trials
 from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, Finding, TrainLitgptError, fault_of_findings
+from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, TrainLitgptError, fault_of_findings
 from litgpt_demo.export import summary_lines, usage
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
@@ -139,7 +139,7 @@ def errors_for_people() -> Iterator[None]:
         if not any(module.startswith("prefect.settings") for module in modules):
             raise
         _error(_problem_of_prefects_settings(error))
-        sys.exit(EXIT_CODES[Fault.USER])
+        sys.exit(EXIT_CODES[FailureClass.USER])
 
 
 def _problem_of_prefects_settings(error: ValueError) -> str:
@@ -542,7 +542,7 @@ def doctor(
     _answer({"findings": findings})
     _print_findings(findings)
     if any(finding.severity in {"error", "unknown"} for finding in findings):
-        raise typer.Exit(EXIT_CODES[Fault.USER])
+        raise typer.Exit(EXIT_CODES[FailureClass.USER])
 
 
 @app.command()
@@ -736,7 +736,7 @@ def reap(
             unknown = True
     _answer({"reaped": list(map(str, reaped)), "left": found, "removed": removed})
     if unknown:
-        raise typer.Exit(EXIT_CODES[Fault.UNREACHABLE])
+        raise typer.Exit(EXIT_CODES[FailureClass.UNREACHABLE])
 
 
 def target_of(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:

@@ -66,11 +66,11 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
         _start(
             "server", serving.server_command(port, app="server"), serving.server_environment(port, secret) | own_origins
         )
-    give_up = time.monotonic() + _STARTUP
+    give_up_at = time.monotonic() + _STARTUP
     while prefect("server", "status", "--wait", "--timeout", "5", check=False) != 0:
         if serving.live("server") is None:  # something else may use its port
             raise ConfigProblem(f"Prefect's server ended; {log} ends with:\n{log.read_text().strip()[-200:]}")
-        if time.monotonic() > give_up:
+        if time.monotonic() > give_up_at:
             what = f"Prefect's server does not answer at {api} after {_STARTUP:.0f} s"
             raise ConfigProblem(what, fix=f"read {log}, and run `train-litgpt stop` before the next try")
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
@@ -200,12 +200,12 @@ def _start(name: str, command: Sequence[str], more: Mapping[str, str] = MappingP
 
 def _end(name: str) -> bool:
     """End the server or the worker; return whether it lived."""
-    lived, give_up = False, time.monotonic() + _GRACE
+    lived, give_up_at = False, time.monotonic() + _GRACE
     while (process := serving.live(name)) is not None:
         with suppress(psutil.NoSuchProcess):
             if not lived:
                 process.terminate()
-            elif time.monotonic() > give_up:
+            elif time.monotonic() > give_up_at:
                 process.kill()
         lived = True
         time.sleep(0.1)

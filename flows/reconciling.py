@@ -34,7 +34,7 @@ from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.index import Index, platform_of, root_of
 from launcher.runs.lease import DEAD, Lease
 from launcher.runs.listing import RunRow
-from litgpt_demo.errors import TrainLitgptError, was_given_up
+from litgpt_demo.errors import TrainLitgptError, is_marked_no_retry
 
 # The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner.
 _LOOK_BACK = timedelta(days=14)
@@ -83,7 +83,9 @@ async def reap() -> list[str]:
     found = await reap_jobs()
     for reaped in found:
         get_run_logger().warning(str(reaped))
-    silent = [one for one in found if isinstance(one.problem, PlatformUnreachable) and not was_given_up(one.problem)]
+    silent = [
+        one for one in found if isinstance(one.problem, PlatformUnreachable) and not is_marked_no_retry(one.problem)
+    ]
     if silent:  # a platform may answer a minute later, and nobody else may look
         raise PlatformUnreachable("; ".join(map(str, silent)))
     return [str(reaped) for reaped in found]

@@ -19,7 +19,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 
 from flows import serving
 from launcher.errors import ConfigProblem, ServerUnreachable
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import translating
 from litgpt_demo.storage.private import close_folder
 
@@ -183,4 +183,4 @@ def _why(error: BaseException) -> str:
         return f"it answers {error.response.status_code} {error.response.reason_phrase}"
     if isinstance(error, httpx.TimeoutException):
         return "it gave no answer in time"
-    return words_of(error) or type(error).__name__
+    return one_line(error) or type(error).__name__

@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from litgpt_demo.errors import DataError, Fault, Finding, NetworkError, TrainLitgptError, Unreachable, fault_of_findings
+from litgpt_demo.errors import (
+    DataError,
+    FailureClass,
+    Finding,
+    NetworkError,
+    TrainLitgptError,
+    Unreachable,
+    fault_of_findings,
+)
 
 
 class LauncherError(TrainLitgptError):
     """A failure on the launching side."""
 
-    fault = Fault.USER
+    fault = FailureClass.USER
 
 
 class ConfigProblem(LauncherError):
@@ -45,43 +53,43 @@ class ImageOutOfSight(ImageProblem):
 class ImageUnreachable(ImageProblem):
     """The registry or the builder did not answer, or stopped in mid-answer; building again is safe."""
 
-    fault = Fault.UNREACHABLE
+    fault = FailureClass.UNREACHABLE
 
 
 class PlatformUnreachable(LauncherError):
     """The platform did not answer; the job may well be running."""
 
-    fault = Fault.UNREACHABLE
+    fault = FailureClass.UNREACHABLE
 
 
 class UnknownRun(LauncherError):
     """No run has that name, or several have, so that it is not clear which one is meant."""
 
-    fault = Fault.UNKNOWN_RUN
+    fault = FailureClass.UNKNOWN_RUN
 
 
 class RunIsLive(LauncherError):
     """A job runs already that would be doubled, or that the user may have forgotten."""
 
-    fault = Fault.LIVE
+    fault = FailureClass.LIVE
 
 
 class JobCancelled(LauncherError):
     """Somebody stopped the job. The checkpoints that it had saved are kept."""
 
-    fault = Fault.CANCELLED
+    fault = FailureClass.CANCELLED
 
 
 class ServerUnreachable(LauncherError):
     """Prefect's server does not answer, or did not come up."""
 
-    fault = Fault.SERVER
+    fault = FailureClass.SERVER
 
 
 class PlatformRefused(LauncherError):
     """The platform understood and said no."""
 
-    fault = Fault.REFUSED
+    fault = FailureClass.REFUSED
 
 
 def rival(job: str, run: str, *, end: str) -> PlatformRefused:
@@ -117,8 +125,8 @@ def require(findings: Iterable[Finding]) -> list[Finding]:
     found = list(findings)
     problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
     if problems:
-        fault = fault_of_findings(problems) or fault_of_findings(problems, severity="unknown") or Fault.USER
+        fault = fault_of_findings(problems) or fault_of_findings(problems, severity="unknown") or FailureClass.USER
         messages = [finding.message for finding in problems]
         text = messages[0] if len(messages) == 1 else "\n  ".join([f"{len(messages)} problems:", *messages])
-        raise DataError(text) if fault is Fault.DATA else ConfigProblem(text, fault=fault)
+        raise DataError(text) if fault is FailureClass.DATA else ConfigProblem(text, fault=fault)
     return found

@@ -20,7 +20,7 @@ from pydantic import FiniteFloat
 
 from litgpt_demo.config import EvaluationConfig, Settings, key_of
 from litgpt_demo.documents import FileRecord, bring, parse_json, sealed, write_manifest
-from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, fault_of_exception, words_of
+from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, fault_of_exception, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.card import CARD
 from litgpt_demo.parent import follow_parent, report_progress
@@ -211,7 +211,7 @@ def _loaded(asked: EvaluationConfig) -> tuple[TaskManager, list[Any]]:
         try:
             found = manager.load([name])
         except Exception as error:
-            what = f"evaluation.tasks: {name} cannot be loaded: {type(error).__name__}: {words_of(error)}"
+            what = f"evaluation.tasks: {name} cannot be loaded: {type(error).__name__}: {one_line(error)}"
             of_the_hub = isinstance(error, OSError) and type(error) is not FileNotFoundError  # a file of the task's own
             if of_the_hub and os.environ.get("HF_HUB_OFFLINE"):
                 raise Unreachable(what, fix=_OFFLINE) from error
@@ -240,7 +240,7 @@ def main(argv: Sequence[str]) -> int:
         known = isinstance(error, TrainLitgptError)
         if not known or error.__cause__:
             traceback.print_exc()
-        print(words_of(error) if known else f"{type(error).__name__}: {words_of(error)}", flush=True)
+        print(one_line(error) if known else f"{type(error).__name__}: {one_line(error)}", flush=True)
         return fault_of_exception(error).exit_code
     return 0
 

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from launcher.errors import LauncherError, LoginProblem, NoCredentials, NotInstalled
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import translating
 
 
@@ -55,7 +55,7 @@ def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
         except (auth.GoogleAuthError, api.GoogleAPICallError, api.RetryError) as error:
             if type(error).__name__ in unless:
                 return
-            what = f"{doing}: {words_of(getattr(error, 'message', error))}"
+            what = f"{doing}: {one_line(getattr(error, 'message', error))}"
             unknown = isinstance(error, (auth.GoogleAuthError, api.Unauthenticated))
             if unknown and not isinstance(error, auth.TransportError):
                 kind = NoCredentials if isinstance(error, auth.DefaultCredentialsError) else LoginProblem

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NewType, TypeAlias
 import yaml
 from pydantic import AfterValidator, Field
 
-from litgpt_demo.errors import JOB_FAULTS, Fault, Finding
+from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass, Finding
 
 JobId = NewType("JobId", str)
 Object: TypeAlias = Mapping[str, Any]
@@ -25,13 +25,13 @@ Nobody can pull it by mistake: a reference has no capitals (https://github.com/d
 """
 
 
-def _of_a_job(fault: Fault) -> Fault:
-    if fault not in JOB_FAULTS:
+def _of_a_job(fault: FailureClass) -> FailureClass:
+    if fault not in JOB_FAILURE_CLASSES:
         raise ValueError(f"no node ends with {fault!r}")
     return fault
 
 
-JobFault: TypeAlias = Annotated[Fault, AfterValidator(_of_a_job)]
+JobFault: TypeAlias = Annotated[FailureClass, AfterValidator(_of_a_job)]
 """The class of a failure that a job ends with; the others are the launching side's."""
 
 # What is read back may be damaged or forged: a number is one that a platform can have given.

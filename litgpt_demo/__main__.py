@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 
-from litgpt_demo.errors import Fault, TrainLitgptError, UserError, fault_of_exception
+from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, fault_of_exception
 from litgpt_demo.node.logs import drop_what_does_not_fit
 from litgpt_demo.proxies import settle_proxies
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return command(argv[1:])
     except (TrainLitgptError, OSError) as error:
         fault = fault_of_exception(error)
-        if not isinstance(error, TrainLitgptError) and fault is not Fault.DISK_FULL:
+        if not isinstance(error, TrainLitgptError) and fault is not FailureClass.DISK_FULL:
             raise
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return fault.exit_code

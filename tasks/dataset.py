@@ -24,7 +24,7 @@ from launcher.reports import report
 from litgpt_demo.data import preparation
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_dataset
 from litgpt_demo.data.preparation import Preparation
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.storage import open_storage
 from tasks.report import Live
 from tasks.steps import DELAYS, as_it_is, emit, may_pass, own_tries, step_task
@@ -168,11 +168,11 @@ class Fanout(ExitStack):
 
     def _result(self, future: futures.Future[list[Any]]) -> list[Any]:
         # What an executor raises when a worker died, or nothing leads to it any more.
-        losses: dict[type[BaseException], Fault] = {futures.BrokenExecutor: Fault.NODE}
+        losses: dict[type[BaseException], FailureClass] = {futures.BrokenExecutor: FailureClass.NODE}
         if self._workers.kind == "dask":
             from distributed import KilledWorker
 
-            losses = {KilledWorker: Fault.NODE, futures.CancelledError: Fault.NETWORK}
+            losses = {KilledWorker: FailureClass.NODE, futures.CancelledError: FailureClass.NETWORK}
         try:
             return future.result()
         except tuple(losses) as error:
@@ -180,7 +180,7 @@ class Fanout(ExitStack):
                 f"workers.kind={self._workers.kind}: a worker was lost, or the way to it ({type(error).__name__}: "
                 f"{error}); run again, what is done is kept; if it comes back, memory is short: take fewer workers",
                 fault=next(fault for kind, fault in losses.items() if isinstance(error, kind)),
-                given_up=True,
+                no_retry=True,
             ) from error
 
 

@@ -23,7 +23,7 @@ from launcher.runs.run import Run
 from litgpt_demo import PYTHON
 from litgpt_demo.config import EvaluationConfig
 from litgpt_demo.data.corpus import can_reach_hub
-from litgpt_demo.errors import UserError, words_of
+from litgpt_demo.errors import UserError, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import EVALUATIONS, HUGGINGFACE
@@ -115,7 +115,7 @@ class CheckpointScores:
             try:
                 await evaluate_checkpoint(as_it_is(self._run), step)
             except Exception as error:
-                what = f"the checkpoint of step {step} has no scores: {words_of(error)}"
+                what = f"the checkpoint of step {step} has no scores: {one_line(error)}"
                 emit(Note(what=what, severity="warning"))
 
 

@@ -33,7 +33,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
-from litgpt_demo.errors import DataError, TrainLitgptError, words_of
+from litgpt_demo.errors import DataError, TrainLitgptError, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import NUMBERS, damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
@@ -56,7 +56,7 @@ async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> 
     try:
         await asyncio.wait_for(update, _ANSWER)
     except (TimeoutError, httpx.HTTPError, PrefectException) as error:
-        get_run_logger().warning("%s (%s)", otherwise, words_of(error) or "no answer")
+        get_run_logger().warning("%s (%s)", otherwise, one_line(error) or "no answer")
         return False
     return True
 
@@ -208,7 +208,7 @@ class LiveReport:
         await asyncio.gather(self._updates, return_exceptions=True)
         if isinstance(error, Exception):
             why = error.what if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
-            if await self._write(live=False, ended=words_of(why.partition("\n")[0])):
+            if await self._write(live=False, ended=one_line(why.partition("\n")[0])):
                 emit(Note(what=f"report: {self._run.storage.address(REPORT)}"))
 
     def follow(self, row: Mapping[str, Any]) -> None:
@@ -252,7 +252,7 @@ def _warning() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any kind: it must not hide why the run itself ended
-        emit(Note(what=f"{REPORT} could not be written: {words_of(error)}", severity="warning"))
+        emit(Note(what=f"{REPORT} could not be written: {one_line(error)}", severity="warning"))
 
 
 def _report_of(

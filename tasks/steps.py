@@ -23,7 +23,7 @@ from launcher import events
 from launcher.errors import JobFailed
 from launcher.events import Event, MetricsKnown, MetricsRow, Note, Output, StepDone, StepProgress, StepStarted, report
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import Fault, TrainLitgptError, fault_of_exception, give_up, was_given_up
+from litgpt_demo.errors import FailureClass, TrainLitgptError, fault_of_exception, is_marked_no_retry, mark_no_retry
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +32,7 @@ T = TypeVar("T")
 # only delays the message.
 #
 # Whatever is waited for is waited for at one level. A single request is repeated for some seconds by its client. What
-# takes minutes has one owner, and what that one raises in the end is tried again nowhere (litgpt_demo.errors.give_up):
+# takes minutes has one owner, whose error is retried nowhere (litgpt_demo.errors.mark_no_retry):
 #
 #   a bucket that does not answer      litgpt_demo.storage, 10 minutes
 #   a platform that does not answer    launcher.runs.waiting, 15 minutes, from the first question about a job to its end
@@ -41,12 +41,20 @@ T = TypeVar("T")
 #   a job that has ended badly         the restarts of its run (launcher.runs.restarts)
 #   an orchestrator that has died      the automation `resume-crashed`, or the same command
 #   anything else of a step            the step's task (step_task)
-TRANSIENT = {Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.PREEMPTED, Fault.HANG, Fault.UNREACHABLE, Fault.SERVER}
+TRANSIENT = {
+    FailureClass.UNKNOWN,
+    FailureClass.NODE,
+    FailureClass.NETWORK,
+    FailureClass.PREEMPTED,
+    FailureClass.HANG,
+    FailureClass.UNREACHABLE,
+    FailureClass.SERVER,
+}
 
 
 def may_pass(error: object) -> bool:
     """Decide by the class that a verdict would name. A job that failed has had its attempts."""
-    if not isinstance(error, Exception) or was_given_up(error):
+    if not isinstance(error, Exception) or is_marked_no_retry(error):
         return False
     return fault_of_exception(error) in TRANSIENT and not isinstance(error, JobFailed | TypeError | ValueError)
 
@@ -62,7 +70,7 @@ def own_tries() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        give_up(error)
+        mark_no_retry(error)
         raise
 
 

@@ -34,7 +34,7 @@ from litgpt_demo import timeouts
 from litgpt_demo.config import Origin, RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import Fault, TrainLitgptError, UserError, words_of
+from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, one_line
 from litgpt_demo.metrics import Row, damaged_lines, from_log_line
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.secrets import Cleaner
@@ -258,7 +258,7 @@ class _Orchestrator:
             await asyncio.to_thread(self.lease.release, stopped=self.ended)
             raise JobFailed(str(verdict), fault=verdict.fault)
         emit(Note(what=f"attempt {self.ended} ended: {verdict}", severity="warning"))
-        if verdict.fault is Fault.PREEMPTED:
+        if verdict.fault is FailureClass.PREEMPTED:
             await show_state("Preempted")
 
     @property
@@ -349,7 +349,7 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
                 return False
         except PlatformRefused as error:  # the attempt is over, so that `status` tells why, and no time is its own
             if not (await ask(claim, partial(platform.status, record.job_id))).state.live:  # else somebody was faster
-                refused = JobStatus(state=JobState.FAILED, native=f"refused: {words_of(error)}")
+                refused = JobStatus(state=JobState.FAILED, native=f"refused: {one_line(error)}")
                 await asyncio.to_thread(claim.attempts.index.record_end, record, refused)
                 reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
             raise

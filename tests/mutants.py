@@ -331,7 +331,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("refused-job-left-waiting", "tasks/training.py", 'native="refused by its platform", lingers=True',
      'native="refused by its platform"',
      "tasks/test_training.py::test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_is_taken_back"),
-    ("waits-that-multiply", "tasks/steps.py", "if not isinstance(error, Exception) or was_given_up(error):",
+    ("waits-that-multiply", "tasks/steps.py", "if not isinstance(error, Exception) or is_marked_no_retry(error):",
      "if not isinstance(error, Exception):", "tasks/test_steps.py"),
     ("server-open-to-the-network", "flows/serving.py", '"--host", "127.0.0.1"', '"--host", "0.0.0.0"',
      "deployments/test_bootstrap.py"),

@@ -19,7 +19,7 @@ import psutil
 from launcher.checks.arithmetic import gpu_names
 from launcher.checks.preflight import check_root
 from launcher.formatting import bytes_text
-from litgpt_demo.errors import Finding, words_of
+from litgpt_demo.errors import Finding, one_line
 from litgpt_demo.node.checks import check_packages
 from litgpt_demo.secrets import redacted
 
@@ -74,7 +74,7 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
             what = "no Prefect server is configured or runs: `run` starts one of its own for its duration"
             yield Finding("info", "prefect.server", what, "train-litgpt serve starts one that stays, with the UI")
     except (URLError, HTTPException, OSError, ValueError) as error:
-        what = f"{given} does not answer ({words_of(error)})"
+        what = f"{given} does not answer ({one_line(error)})"
         yield Finding("error", "prefect.server", what, "train-litgpt serve, or unset PREFECT_API_URL")
     for name, why in _TOOLS.items():
         if where := shutil.which(name):

@@ -21,7 +21,7 @@ from launcher.images.docker import TAIL, build_command
 from launcher.images.oci import resolve
 from launcher.images.settings import CloudBuildImage
 from launcher.platforms.log_files import terminal_text
-from litgpt_demo.errors import TrainLitgptError, give_up, words_of
+from litgpt_demo.errors import TrainLitgptError, mark_no_retry, one_line
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import Position, bucket_path, open_storage
 
@@ -136,7 +136,7 @@ class CloudBuild:
             with google_errors(CLOUD_BUILD, f"cancelling build {build.id}"):
                 self._client.cancel_build(name=build.name, id=build.id, project_id=self._image.billed, timeout=_LIMIT)
         except TrainLitgptError as error:
-            log(f"build {build.id} could not be cancelled: {words_of(error)}")
+            log(f"build {build.id} could not be cancelled: {one_line(error)}")
         else:
             log(f"cancelled build {build.id}")
 
@@ -160,7 +160,7 @@ class CloudBuild:
             except ImageUnreachable as error:
                 silent += _POLL
                 if silent > _SILENCE:
-                    give_up(error)
+                    mark_no_retry(error)
                     raise
             live = build.status.name in _LIVE
             # Pass on the whole lines that are new; at the end the last need not be whole. A log that cannot be read can
@@ -170,7 +170,7 @@ class CloudBuild:
                 fresh = fresh[: fresh.rfind(b"\n") + 1] if live else fresh
                 position, lines = begin.after(fresh), fresh.decode(errors="replace").splitlines()
             except (FileNotFoundError, TrainLitgptError) as error:
-                lines = [] if live else [f"the build's log cannot be read: {words_of(error)}"]
+                lines = [] if live else [f"the build's log cannot be read: {one_line(error)}"]
             for line in lines:
                 tail.append(terminal_text(redacted(line)))
                 log(tail[-1])
@@ -178,7 +178,7 @@ class CloudBuild:
         if status == "SUCCESS":
             digests = {one.name: one.digest for one in build.results.images}
             return str(digests.get(tag) or resolve(tag).partition("@")[2])
-        said = "\n".join(filter(None, [*tail, words_of(failure.detail or build.status_detail)]))
+        said = "\n".join(filter(None, [*tail, one_line(failure.detail or build.status_detail)]))
         told = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{said}\n-> "
         if status == "CANCELLED":
             raise JobCancelled(f"{tag}: somebody cancelled build {build.id} of Cloud Build; run again to build it")

@@ -23,7 +23,7 @@ from pydantic import AliasPath, BaseModel, BeforeValidator, Field
 from launcher.errors import ImageOutOfSight, ImageProblem, ImageUnreachable
 from litgpt_demo import timeouts
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, words_of
+from litgpt_demo.errors import DataError, one_line
 from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, protected_client, redacted
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patienc
         except _Away as away:
             words, final = str(away), False
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            words = f"cannot be reached ({words_of(error)}); check its name, the network and HTTPS_PROXY"
+            words = f"cannot be reached ({one_line(error)}); check its name, the network and HTTPS_PROXY"
             at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
             final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
             final = final or any(number in str(error) for number in _NO_SUCH_HOST)
@@ -342,7 +342,7 @@ def stored_login(host: str) -> Login | None:
         try:
             found = load_config(file).resolve_authconfig(host) or {}
         except Exception as error:  # of files and programs of others
-            why = redacted(words_of(error))[-300:]
+            why = redacted(one_line(error))[-300:]
             break
         login = {key.lower(): value for key, value in found.items()}
         if "identitytoken" in login:

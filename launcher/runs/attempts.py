@@ -38,7 +38,7 @@ from launcher.runs.restarts import blamed
 from launcher.runs.run import Run, Script
 from litgpt_demo import timeouts
 from litgpt_demo.data.dataset import PlannedDataset
-from litgpt_demo.errors import DataError, TrainLitgptError, was_given_up
+from litgpt_demo.errors import DataError, TrainLitgptError, is_marked_no_retry
 from litgpt_demo.runs import CONFIG, read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
@@ -173,7 +173,7 @@ class Attempts:
                     self.index.record_end(attempt.record, cancelled)
                 return list(live)
             except PlatformUnreachable as error:
-                if time.monotonic() > ends or was_given_up(error):
+                if time.monotonic() > ends or is_marked_no_retry(error):
                     raise
                 time.sleep(min(3.0, patience))
 
@@ -204,7 +204,7 @@ class Attempts:
         if self.is_out_of_reach(record):
             which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
             fix = f"ask there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
-            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix=fix, given_up=True)
+            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix=fix, no_retry=True)
         platform = self.open(record.platform)
         if not platform.gave(record.job_id, attempt_name=record.job_name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"

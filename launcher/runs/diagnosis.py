@@ -21,7 +21,14 @@ from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
 from launcher.errors import PlatformUnreachable
 from launcher.job import MACHINE, ExitCode, JobFault, JobStatus, LogLine, NodeNumber
 from litgpt_demo.documents import Unreadable, parse_json
-from litgpt_demo.errors import DataError, Fault, TrainLitgptError, fault_of_exception, fault_of_exit_code, is_gpu_error
+from litgpt_demo.errors import (
+    DataError,
+    FailureClass,
+    TrainLitgptError,
+    fault_of_exception,
+    fault_of_exit_code,
+    is_gpu_error,
+)
 from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage
@@ -35,26 +42,26 @@ class Action(StrEnum):
     RESTART = "new attempt, as far as the budget of its class goes"
 
 
-RESTARTED = {Fault.NODE, Fault.NETWORK, Fault.HANG, Fault.PREEMPTED}
+RESTARTED = {FailureClass.NODE, FailureClass.NETWORK, FailureClass.HANG, FailureClass.PREEMPTED}
 """The classes that a new attempt may follow, as their default rules have it (litgpt_demo.config.RestartSettings).
 
 A disk does not empty itself, and the next attempt's machines mount the same one or are of the same size. An exit code
 that is not ours is a crash in native code or a bug: restarting would hide it at a GPU's price."""
 
-_OF_MACHINES = {Fault.NODE, Fault.HANG}
+_OF_MACHINES = {FailureClass.NODE, FailureClass.HANG}
 """The classes that are held against the culprit's machine. A lost peer is somebody else's fault, and a machine that was
 taken away is not broken."""
 
-ADVICE: Mapping[Fault, str] = {
-    Fault.USER: "fix what the message names, and run again",
-    Fault.DATA: "fix or remove what the message names, and run again; finished steps are kept",
-    Fault.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
-    Fault.DISK_FULL: "make room where the message says, and run again; training goes on from the last checkpoint",
-    Fault.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
-    Fault.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
-    Fault.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
-    Fault.PREEMPTED: "the machine was taken away; a new attempt resumes from the last checkpoint",
-    Fault.UNKNOWN: "read the traceback above and the logs of the attempt",
+ADVICE: Mapping[FailureClass, str] = {
+    FailureClass.USER: "fix what the message names, and run again",
+    FailureClass.DATA: "fix or remove what the message names, and run again; finished steps are kept",
+    FailureClass.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
+    FailureClass.DISK_FULL: "make room where the message says, and run again; it resumes from the last checkpoint",
+    FailureClass.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
+    FailureClass.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
+    FailureClass.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
+    FailureClass.PREEMPTED: "the machine was taken away; a new attempt resumes from the last checkpoint",
+    FailureClass.UNKNOWN: "read the traceback above and the logs of the attempt",
 }
 
 
@@ -62,7 +69,7 @@ ADVICE: Mapping[Fault, str] = {
 class Verdict:
     """The reason why an attempt ended."""
 
-    fault: Fault
+    fault: FailureClass
     node: int | None = None
     rank: int | None = None
     """The rank within the whole job."""
@@ -178,22 +185,29 @@ def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[NodeRe
 
 def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, int]:
     """Node number to exit code, of the nodes that have told; `patience` are seconds in which all `nodes` may tell."""
-    give_up = time.monotonic() + patience
+    give_up_at = time.monotonic() + patience
     while True:
         try:
             codes = {report.node: report.exit_code for report in node_reports(attempt)}
         except TrainLitgptError as error:
             raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
-        if len(codes) >= nodes or time.monotonic() >= give_up:
+        if len(codes) >= nodes or time.monotonic() >= give_up_at:
             return codes
         time.sleep(0.2)
 
 
 # Of two causes the one that says more comes first.
 _SEVERITY = (
-    Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL, Fault.PREEMPTED, Fault.HANG, Fault.NODE,
-    Fault.UNKNOWN, Fault.NETWORK,
-)  # fmt: skip
+    FailureClass.USER,
+    FailureClass.DATA,
+    FailureClass.OUT_OF_MEMORY,
+    FailureClass.DISK_FULL,
+    FailureClass.PREEMPTED,
+    FailureClass.HANG,
+    FailureClass.NODE,
+    FailureClass.UNKNOWN,
+    FailureClass.NETWORK,
+)
 
 # Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
 # launcher.platforms.local.supervisor, PEER_GRACE). A node that is asked later than this is not preempted.
@@ -245,7 +259,7 @@ class _Suspect(Verdict):
     @property
     def order(self) -> tuple[int, float, float, int]:
         # A broken machine explains what hangs and is taken away, and no mistake in a program.
-        severity = _SEVERITY.index(Fault.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
+        severity = _SEVERITY.index(FailureClass.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
         return self.part, severity, self.began, self.node
 
 
@@ -274,22 +288,24 @@ def diagnose(
         no_output = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
         evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else no_output
         # A job that ended without any word is taken for one whose machine died.
-        return Verdict(fault=Fault.NODE if fault is Fault.UNKNOWN else fault, evidence=Cleaner()(evidence), logs=logs)
+        return Verdict(
+            fault=FailureClass.NODE if fault is FailureClass.UNKNOWN else fault, evidence=Cleaner()(evidence), logs=logs
+        )
     nothing = "the node left neither a report nor an exit code"  # its machine is gone, or it never began
     missing = set(range(nodes or 0)) - known - status.exit_codes.keys()
-    suspects += [_Suspect(fault=Fault.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
+    suspects += [_Suspect(fault=FailureClass.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
     first = min(one.ended for one in suspects)
     failed = any(one.part is Part.CAUSE and not one.terminated for one in suspects)
     for place, one in enumerate(suspects):
         # It left only after another had ended, and so was asked to.
-        if (one.fault is Fault.PREEMPTED and one.ended > first + _ALONE) or (one.terminated and failed):
+        if (one.fault is FailureClass.PREEMPTED and one.ended > first + _ALONE) or (one.terminated and failed):
             suspects[place] = replace(one, part=Part.ASKED)
     suspects += _blamed(bad, suspects)
     done = [report for report in told if report.exit_code == 0]
     if all(one.part is Part.LOST_PEER for one in suspects) and len(done) == 1:
         words = "its program came to its end with exit code 0 while the others still needed it"
         evidence = f"{words}: {suspects[0].evidence.splitlines()[0]}"
-        suspects.append(_Suspect(fault=Fault.USER, node=done[0].node, evidence=evidence, host=done[0].host))
+        suspects.append(_Suspect(fault=FailureClass.USER, node=done[0].node, evidence=evidence, host=done[0].host))
     cause = min(suspects, key=lambda one: one.order)
     rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
     clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
@@ -307,26 +323,34 @@ def _reported(report: NodeReport) -> _Suspect:
     short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
     killed = cause.exit_code == -Signals.SIGKILL or "is killed by signal: Killed" in cause.message
     telling: list[str] = []
-    if broken and fault in {Fault.USER, Fault.UNKNOWN, Fault.NODE, Fault.NETWORK, Fault.HANG}:
-        fault, telling = Fault.NODE, broken
-    elif short and (fault is Fault.OUT_OF_MEMORY or (killed and fault in {Fault.NODE, Fault.UNKNOWN})):
-        fault, telling = Fault.OUT_OF_MEMORY, short
+    if broken and fault in {
+        FailureClass.USER,
+        FailureClass.UNKNOWN,
+        FailureClass.NODE,
+        FailureClass.NETWORK,
+        FailureClass.HANG,
+    }:
+        fault, telling = FailureClass.NODE, broken
+    elif short and (
+        fault is FailureClass.OUT_OF_MEMORY or (killed and fault in {FailureClass.NODE, FailureClass.UNKNOWN})
+    ):
+        fault, telling = FailureClass.OUT_OF_MEMORY, short
     words, lines = cause.message or report.message or f"ended with {_ending(report.exit_code)}", cause.traceback
     # Where a rank left because it was asked to is no news; nor is where an error of ours was raised, which says it all.
-    if fault is Fault.PREEMPTED or f"litgpt_demo.errors.{words.partition(chr(10))[0]}" in lines:
+    if fault is FailureClass.PREEMPTED or f"litgpt_demo.errors.{words.partition(chr(10))[0]}" in lines:
         lines = ()
-    began = {Fault.HANG: cause.time, Fault.PREEMPTED: report.asked}.get(fault)
+    began = {FailureClass.HANG: cause.time, FailureClass.PREEMPTED: report.asked}.get(fault)
     if cause.held:  # asked for its stacks it went on, and so did those that waited for it
         began = -math.inf
-    part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
-    if fault is Fault.HANG and cause.waits:
+    part = Part.LOST_PEER if fault is FailureClass.NETWORK else Part.CAUSE
+    if fault is FailureClass.HANG and cause.waits:
         part = Part.WAITED
     evidence = "\n    ".join([words, *telling, *lines])
     return _Suspect(
         fault=fault,
         node=report.node,
         rank=cause.rank,
-        step=cause.step if fault is Fault.NODE and not telling and is_gpu_error(evidence) else None,
+        step=cause.step if fault is FailureClass.NODE and not telling and is_gpu_error(evidence) else None,
         evidence=evidence,
         part=part,
         ended=report.ended,
@@ -340,11 +364,11 @@ def _killed(node: int, code: int, eviction: str) -> _Suspect:
     """A node that could not tell how it ended. One that was evicted comes before those that ended with it."""
     fault = fault_of_exit_code(code)
     evidence = eviction or f"the node's process ended with {_ending(code)}"
-    if fault is Fault.OUT_OF_MEMORY and not eviction:  # torch's own would have been reported
+    if fault is FailureClass.OUT_OF_MEMORY and not eviction:  # torch's own would have been reported
         evidence += (
             ": killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
         )
-    part = Part.LOST_PEER if fault is Fault.NETWORK else Part.CAUSE
+    part = Part.LOST_PEER if fault is FailureClass.NETWORK else Part.CAUSE
     began = -math.inf if eviction else math.inf
     terminated = code == -Signals.SIGTERM and not eviction
     return _Suspect(fault=fault, node=node, evidence=evidence, part=part, began=began, terminated=terminated)
@@ -391,7 +415,7 @@ def _blamed(reports: Sequence[NodeReport], suspects: Sequence[_Suspect]) -> Iter
     elif any(suspect.part is Part.BLAMED for suspect in suspects):
         return  # a node that left nothing at all is the likelier cause
     elif killed:
-        if len(killed) > 1 or killed[0].fault is not Fault.NODE:
+        if len(killed) > 1 or killed[0].fault is not FailureClass.NODE:
             return
         # A process that dies closes its connections; this one let the others wait, until it was killed for it.
         node, why = killed[0].node, killed[0].evidence
@@ -403,4 +427,4 @@ def _blamed(reports: Sequence[NodeReport], suspects: Sequence[_Suspect]) -> Iter
     if node is not None:
         evidence = f"{why}; the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
         host = next((report.host for report in reports if report.node == node), "")
-        yield _Suspect(fault=Fault.HANG, node=node, rank=rank, evidence=evidence, part=Part.BLAMED, host=host)
+        yield _Suspect(fault=FailureClass.HANG, node=node, rank=rank, evidence=evidence, part=Part.BLAMED, host=host)

@@ -16,16 +16,16 @@ from zlib import crc32
 from launcher.runs.diagnosis import ADVICE, Verdict
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
 from litgpt_demo.config import RestartRule, RestartSettings
-from litgpt_demo.errors import JOB_FAULTS, Fault
+from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
 
 _JITTER = 0.25
 """The greatest part of a wait that is left out, so that jobs which ended together do not return together."""
 
-_HELPS: Mapping[Fault, str] = {
-    Fault.NODE: "have the machines looked at that attempts/<n>/verdict.json names, and run again",
-    Fault.NETWORK: "measure the network (flow benchmark-network) and mend what is slow or lost, and run again",
-    Fault.HANG: "the stacks in the attempts' folders say who hung; raise train.hang_after if a rank was only slow",
-    Fault.PREEMPTED: "have a training save more often (train.checkpoint_every) or give it more time to "
+_HELPS: Mapping[FailureClass, str] = {
+    FailureClass.NODE: "have the machines looked at that attempts/<n>/verdict.json names, and run again",
+    FailureClass.NETWORK: "measure the network (flow benchmark-network) and mend what is slow or lost, and run again",
+    FailureClass.HANG: "the stacks in the attempts' folders say who hung; raise train.hang_after if a rank was slow",
+    FailureClass.PREEMPTED: "have a training save more often (train.checkpoint_every) or give it more time to "
     "(platform.grace); of a script every preemption is counted, for what it saves is not known",
 }
 """The advice where a budget is used up; the other classes have that of their verdict."""
@@ -50,7 +50,7 @@ class Budget:
     max_restarts: int
     settings: RestartSettings = field(default_factory=RestartSettings)
 
-    def rule(self, fault: Fault) -> RestartRule | None:
+    def rule(self, fault: FailureClass) -> RestartRule | None:
         """The rule for a class of failures, its number filled in; None for a user error, which has none."""
         rule: RestartRule | None = getattr(self.settings, _setting(fault), None)
         if rule is None or rule.attempts is not None:
@@ -63,7 +63,7 @@ class Budget:
         An attempt that was started after the budget had said to stop was a person's decision, and begins a new count.
         """
         decision = Decision(wait=0.0)
-        spent: Counter[Fault] = Counter()
+        spent: Counter[FailureClass] = Counter()
         idle = 0
         for one in verdicts:
             if decision.wait is None:
@@ -75,12 +75,12 @@ class Budget:
             decision = self._decided(one, spent[one.fault], idle)
         return decision
 
-    def _forgives(self, fault: Fault) -> bool:
+    def _forgives(self, fault: FailureClass) -> bool:
         # Who allows none gets none. A preemption alone is no failure of anything: only its own rule can forbid it.
         rule = self.rule(fault)
         if rule is None or not rule.forgive:
             return False
-        return bool(rule.attempts) or (fault is Fault.PREEMPTED and self.settings.preempted.attempts is None)
+        return bool(rule.attempts) or (fault is FailureClass.PREEMPTED and self.settings.preempted.attempts is None)
 
     def _decided(self, last: AttemptVerdict, spent: int, idle: int) -> Decision:
         fault, rule = last.fault, self.rule(last.fault)
@@ -107,16 +107,18 @@ class Budget:
         return Decision(wait=whole * (1 - jitter), why=idly)
 
     def __str__(self) -> str:
-        rules = {fault: rule for fault in JOB_FAULTS if (rule := self.rule(fault)) is not None and rule.attempts}
+        rules = {
+            fault: rule for fault in JOB_FAILURE_CLASSES if (rule := self.rule(fault)) is not None and rule.attempts
+        }
         told = [
             f"{fault} {rule.attempts}" + (" (a new checkpoint clears the count)" if rule.forgive else "")
             for fault, rule in rules.items()
         ]
-        none = ", ".join(fault for fault in JOB_FAULTS if fault not in rules)
+        none = ", ".join(fault for fault in JOB_FAILURE_CLASSES if fault not in rules)
         return f"new attempts after {', '.join(told)}; none after {none}" if told else "no new attempts after a failure"
 
 
-def _setting(fault: Fault) -> str:
+def _setting(fault: FailureClass) -> str:
     return fault.value.replace(" ", "_")
 
 
@@ -134,7 +136,7 @@ def without_machine(verdict: Verdict, earlier: Sequence[AttemptVerdict]) -> Verd
                 f"attempt {before.attempt} ended so at step {before.step} on the machine {before.machine}, and this "
                 f"one at step {step} on {machine}: the program is the cause, not a machine"
             )
-            return replace(verdict, fault=Fault.USER, evidence=f"{verdict.evidence}\n    {why}")
+            return replace(verdict, fault=FailureClass.USER, evidence=f"{verdict.evidence}\n    {why}")
     return verdict
 
 

@@ -13,7 +13,7 @@ from launcher.formatting import bytes_text, count_text, duration_text, loss_text
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
 from litgpt_demo import timeouts
-from litgpt_demo.errors import NetworkError, was_given_up
+from litgpt_demo.errors import NetworkError, is_marked_no_retry
 from litgpt_demo.metrics import METRICS_MARK, Row, from_log_line
 
 T = TypeVar("T")
@@ -60,13 +60,13 @@ async def asked(
         try:
             return await asyncio.to_thread(ask)
         except bears as error:
-            if was_given_up(error):
+            if is_marked_no_retry(error):
                 raise
             if (seconds := now() - begun) > timeouts.PLATFORM:
                 raise type(error)(
                     f"{about}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
                     "run the same command again to take up where this left off",
-                    given_up=True,
+                    no_retry=True,
                 ) from error
             if not told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
                 told = True
@@ -124,7 +124,7 @@ async def follow(
             known = now()
         elif (seconds := now() - known) > timeouts.PLATFORM:
             raise PlatformUnreachable(
-                f"{platform.name} has not known {job_id} for {seconds:.0f} s; was it removed by hand?", given_up=True
+                f"{platform.name} has not known {job_id} for {seconds:.0f} s; was it removed by hand?", no_retry=True
             )
         if page.more:
             continue  # to what is there already, without a pause

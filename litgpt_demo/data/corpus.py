@@ -27,7 +27,7 @@ from pydantic import JsonValue
 from litgpt_demo import timeouts
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, StdlibCorpus, TokensCorpus
 from litgpt_demo.data.reading import MOST_POINTER, Layout, Source, ending_of, require_content
-from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, one_line
 from litgpt_demo.secrets import is_protected, redacted, translating
 from litgpt_demo.storage import ObjectInfo, bucket_path, crc32c_of, is_remote, open_storage, sha256_of
 from litgpt_demo.storage.local import explaining
@@ -311,13 +311,13 @@ def asking_hub(repository: str, revision: str) -> Iterator[None]:
         yield
     # RuntimeError: after a refused connection huggingface_hub 1.3.7 tries again with the client that it just closed.
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, TransportError, RuntimeError) as error:
-        why = words_of(said[0].getMessage() if said else error)  # the first try's, for the last one's may be that
+        why = one_line(said[0].getMessage() if said else error)  # the first try's, for the last one's may be that
         raise Unreachable(
             f"the Hub at {hub} cannot be reached for {repository} ({why})",
             fix="check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download what is wanted and give its path",
         ) from None
     except errors.HfHubHTTPError as error:
-        status, refused = error.response.status_code, f"{hub} refused {repository} at {revision}: {words_of(error)}"
+        status, refused = error.response.status_code, f"{hub} refused {repository} at {revision}: {one_line(error)}"
         if status == 429 or status >= 500:
             raise NetworkError(refused, fix="the Hub has too much to do, try again later") from None
         advice = {  # the most special class comes first

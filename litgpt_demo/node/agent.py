@@ -16,7 +16,7 @@ from types import FrameType
 import psutil
 
 from litgpt_demo import PYTHON
-from litgpt_demo.errors import Fault, Preempted, RankFailure, decisive, fault_of_exception
+from litgpt_demo.errors import FailureClass, Preempted, RankFailure, fault_of_exception, root_cause
 from litgpt_demo.heartbeat import BEATS, NODE_DIRECTORY, Watcher, ask_for_stacks, is_held, read_beats, waits
 from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
 from litgpt_demo.node.network import NetworkUse
@@ -42,7 +42,7 @@ class Ending:
     @property
     def cause(self) -> str:
         """What explains it; empty where nothing is known."""
-        failure = decisive(self.failures)
+        failure = root_cause(self.failures)
         return str(failure) if failure else self.agent or ""
 
 
@@ -102,7 +102,7 @@ def run_ranks(
     exit_code = leave.torchrun.wait()
     if exit_code == 0:
         return Ending(asked=leave.asked)
-    kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+    kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures, agent = read_failures(logs)
     steps = {beat.local_rank: beat.step for beat in read_beats(node.own, living=False)}
@@ -156,7 +156,7 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
             steps, sends = (max((getattr(beat, name) for beat in beats), default=0) for name in ("step", "sends"))
             if (wrong := use.look(steps=steps, sends=sends)) is None:
                 continue
-        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
+        kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)
         return wrong
 
 
@@ -191,7 +191,7 @@ def tagged(name: str, value: str) -> list[psutil.Process]:
     return found
 
 
-def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
+def kill_by_env_marker(name: str, value: str, *, grace: float) -> list[psutil.Process]:
     """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more."""
     kill_at = time.monotonic() + grace
     told: set[psutil.Process] = set()
@@ -208,22 +208,22 @@ def kill_tagged(name: str, value: str, *, grace: float) -> list[psutil.Process]:
     return left
 
 
-def fault_of(ending: Ending) -> Fault | None:
+def fault_of(ending: Ending) -> FailureClass | None:
     """Return why the node's ranks ended; None if they ended well."""
     if ending.exit_code == 0:
         return None
-    cause = decisive(ending.failures)
-    if cause is not None and not cause.bystander:
-        killed = cause.exit_code == -signal.SIGKILL and cause.fault is Fault.NODE
-        return Fault.OUT_OF_MEMORY if killed and ending.host_ran_out_of_memory else cause.fault
+    cause = root_cause(ending.failures)
+    if cause is not None and not cause.secondary:
+        killed = cause.exit_code == -signal.SIGKILL and cause.fault is FailureClass.NODE
+        return FailureClass.OUT_OF_MEMORY if killed and ending.host_ran_out_of_memory else cause.fault
     # Peers that are asked to leave together lose each other; what counts is which came first.
     if ending.asked is not None and (cause is None or cause.time >= int(ending.asked)):
-        return Fault.PREEMPTED
+        return FailureClass.PREEMPTED
     if cause is not None:
         return cause.fault
     if ending.agent is not None:  # torchrun's own exception; meeting its peers is most of what it can fail at
         fault = fault_of_exception(ending.agent)
-        return Fault.NETWORK if fault is Fault.UNKNOWN and "rendezvous" in ending.agent.lower() else fault
-    if ending.exit_code == Fault.DISK_FULL.exit_code:  # there was no room for torchrun's findings
-        return Fault.DISK_FULL
-    return Fault.NODE if ending.exit_code < 0 else Fault.UNKNOWN
+        return FailureClass.NETWORK if fault is FailureClass.UNKNOWN and "rendezvous" in ending.agent.lower() else fault
+    if ending.exit_code == FailureClass.DISK_FULL.exit_code:  # there was no room for torchrun's findings
+        return FailureClass.DISK_FULL
+    return FailureClass.NODE if ending.exit_code < 0 else FailureClass.UNKNOWN

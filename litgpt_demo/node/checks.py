@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from litgpt_demo import timeouts
-from litgpt_demo.errors import Fault, Finding, TrainLitgptError
+from litgpt_demo.errors import FailureClass, Finding, TrainLitgptError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork, check_nccl_version, within
 from litgpt_demo.node.rendezvous import Node
@@ -46,10 +46,10 @@ def check_call(node: Node) -> Iterator[Finding]:
         what = f"--directory={node.directory} cannot be written: {error.strerror}"
         full = error.errno in NO_ROOM
         fix = "make room on its disk" if full else "mount or create a folder that can"
-        yield Finding("error", "node.directory", what, fix, Fault.DISK_FULL if full else Fault.NODE)
+        yield Finding("error", "node.directory", what, fix, FailureClass.DISK_FULL if full else FailureClass.NODE)
     if node.node_rank == 0 and not port_is_free(node.port):
         what = f"port {node.port} of --master={node.host}:{node.port} is taken on this node"
-        yield Finding("error", "node.port", what, "end what listens there, or choose another port", Fault.NODE)
+        yield Finding("error", "node.port", what, "end what listens there, or choose another port", FailureClass.NODE)
 
 
 def port_is_free(port: int) -> bool:
@@ -102,7 +102,7 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     if network.gpus and not (gpu.libcuda_is_cached() or gpu.libcuda_folder(environ, root)):
         what = f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH"
         fix = "see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then"
-        sick.append(Finding("error", "gpu.libcuda", what, fix, Fault.NODE))
+        sick.append(Finding("error", "gpu.libcuda", what, fix, FailureClass.NODE))
     yield from sick
     # A sick GPU may hang whoever uses it, and has been named.
     if not any(finding.severity == "error" for finding in sick):
@@ -149,7 +149,7 @@ def check_torch(node: Node, environ: Mapping[str, str], root: Path) -> Iterator[
     try:
         seen = gpu.torch_seen(environ)
     except TrainLitgptError as error:
-        yield Finding.of(error, "torch.hangs" if error.fault is Fault.NODE else "torch.import")
+        yield Finding.of(error, "torch.hangs" if error.fault is FailureClass.NODE else "torch.import")
         return
     if about_gpus:
         yield from gpu.check_used(network, seen, environ, processes=node.processes)
@@ -181,11 +181,11 @@ def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[F
     if first is None:
         what = f"NCCL's plug-in {name} is in none of {', '.join(folders) or 'no folders: LD_LIBRARY_PATH is empty'}"
         fix = f"see whether the {network.name} installer's DaemonSet is ready on this node, and mounted in the pod"
-        yield Finding("error", "nccl.plugin", what, fix, Fault.NODE)
+        yield Finding("error", "nccl.plugin", what, fix, FailureClass.NODE)
     elif ours and first not in ours:
         what = f"NCCL would load {first}/{name}, which is not the {network.name} plug-in of {' or '.join(ours)}"
         fix = "remove it from the image, or see why the node lacks the right one"
-        yield Finding("error", "nccl.plugin-other", what, fix, Fault.NODE)
+        yield Finding("error", "nccl.plugin-other", what, fix, FailureClass.NODE)
 
 
 def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
@@ -196,13 +196,13 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
         fix = (
             "see the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and the node pool's"
         )
-        yield Finding("error", "network.interfaces", what, fix, Fault.NODE)
+        yield Finding("error", "network.interfaces", what, fix, FailureClass.NODE)
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
         # Virtual interfaces read `unknown` while they work.
         if name in there and state.exists() and state.read_text().strip() == "down":
             fix = "run elsewhere: exclude this node, and have its network card looked at"
-            yield Finding("error", "network.interface-down", f"the interface {name} is down", fix, Fault.NODE)
+            yield Finding("error", "network.interface-down", f"the interface {name} is down", fix, FailureClass.NODE)
 
 
 def check_daemon(network: NodeNetwork, *, patience: float = timeouts.NETWORK_DAEMON) -> Iterator[Finding]:
@@ -225,7 +225,7 @@ def check_daemon(network: NodeNetwork, *, patience: float = timeouts.NETWORK_DAE
     if problem:
         what = f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}"
         fix = "read the log of the pod's daemon container, and see that both mount the same folder for the socket"
-        yield Finding("error", "network.daemon", what, fix, Fault.NODE)
+        yield Finding("error", "network.daemon", what, fix, FailureClass.NODE)
 
 
 def usable_cores() -> int:
@@ -245,7 +245,7 @@ def cores_of(text: str) -> set[int]:
     return found
 
 
-def keep_to(cpus: str | None) -> Iterator[Finding]:
+def pin_cpus(cpus: str | None) -> Iterator[Finding]:
     """Keep this process and all that it starts off the cores that the network's own threads are bound to."""
     if cpus is None or not hasattr(os, "sched_setaffinity"):
         return
@@ -254,4 +254,4 @@ def keep_to(cpus: str | None) -> Iterator[Finding]:
     else:
         what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share theirs"
         fix = "use the machine type that the network profile is made for"
-        yield Finding("warning", "node.cores", what, fix, Fault.NODE)
+        yield Finding("warning", "node.cores", what, fix, FailureClass.NODE)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Never
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, Fault, RankFailure, fault_of_exception
+from litgpt_demo.errors import DataError, FailureClass, RankFailure, fault_of_exception
 from litgpt_demo.node.torchrun import FAILURES
 from litgpt_demo.secrets import redacted
 
@@ -87,7 +87,7 @@ def read_failures(log_dir: Path) -> tuple[list[RankFailure], str | None]:
                 traceback=tuple(traceback[-40:]),
                 time=one["time"] if when is None else when,
                 # Who was found silent may have been the one that the others waited for.
-                waits=fault_of_exception(message) is Fault.HANG and not re.match(r"(?:\w+\.)*Hung:", message),
+                waits=fault_of_exception(message) is FailureClass.HANG and not re.match(r"(?:\w+\.)*Hung:", message),
             )
         )
     return found, told.get("agent")

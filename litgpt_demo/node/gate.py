@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import DataError, Fault, NetworkError, NodeError, Preempted, TrainLitgptError, UserError
+from litgpt_demo.errors import DataError, FailureClass, NetworkError, NodeError, Preempted, TrainLitgptError, UserError
 from litgpt_demo.node.agent import Leave, fault_of, run_ranks
 from litgpt_demo.node.rendezvous import Node
 
@@ -150,7 +150,7 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
     leave.torchrun = None
     fault = fault_of(ending)
     if fault is not None or not path.exists():
-        clear = {Fault.NODE: NodeError, Fault.USER: UserError, Fault.PREEMPTED: Preempted}
+        clear = {FailureClass.NODE: NodeError, FailureClass.USER: UserError, FailureClass.PREEMPTED: Preempted}
         kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
         raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from litgpt_demo import PYTHON, timeouts
-from litgpt_demo.errors import Fault, Finding, NodeError, UserError
+from litgpt_demo.errors import FailureClass, Finding, NodeError, UserError
 from litgpt_demo.node.network import NodeNetwork, within
 
 LIBCUDA = "libcuda.so.1"
@@ -95,20 +95,20 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     if count < network.gpus:
         what = f"{count} GPUs are here, and the job was given machines with {network.gpus}"
         fix = "run elsewhere: exclude this node; one of its GPUs has fallen off the bus"
-        yield Finding("error", "gpu.count", what, fix, Fault.NODE)
+        yield Finding("error", "gpu.count", what, fix, FailureClass.NODE)
     elif gpus is None:
         what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
-        yield Finding("warning", "gpu.unseen", what, f"let LD_LIBRARY_PATH have /{_MOUNTED}", Fault.NODE)
+        yield Finding("warning", "gpu.unseen", what, f"let LD_LIBRARY_PATH have /{_MOUNTED}", FailureClass.NODE)
     for gpu in gpus or ():
         if gpu["errors"]:
             what = f"GPU {gpu['index']} ({gpu['name']}) has {gpu['errors']} memory errors that ECC could not correct"
             fix = "run elsewhere: exclude this node, and have the GPU reset or replaced"
-            yield Finding("error", "gpu.ecc", what, fix, Fault.NODE)
+            yield Finding("error", "gpu.ecc", what, fix, FailureClass.NODE)
     for driver in sorted({gpu["driver"] for gpu in gpus or ()}):
         if not within(driver, network.drivers):
             what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
             fix = "use node pools whose driver version is not `latest`"
-            yield Finding("error", "gpu.driver-version", what, fix, Fault.NODE)
+            yield Finding("error", "gpu.driver-version", what, fix, FailureClass.NODE)
 
 
 def check_used(
@@ -125,26 +125,30 @@ def check_used(
     # Fewer may be shown to the ranks than the node has, as long as each of them has one.
     elif network.gpus and seen.gpus < (processes if VISIBLE in environ else network.gpus):
         what = f"torch can use {seen.gpus} of the {network.gpus} GPUs that the job was given for {processes} ranks"
-        fault = Fault.USER if VISIBLE in environ else Fault.NODE
+        fault = FailureClass.USER if VISIBLE in environ else FailureClass.NODE
         said = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
         yield Finding("error", "gpu.visible", f"{what}{said}", f"see which GPUs {VISIBLE} names, and MIG", fault)
 
 
-def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, Fault]:
+def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, FailureClass]:
     if seen.cuda is None:
         what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
-        return what, "install a CUDA build of torch in the image", Fault.USER
+        return what, "install a CUDA build of torch in the image", FailureClass.USER
     what = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here ({seen.gpu_error})"
     if "driver on your system is too old" in seen.gpu_error:
         major = seen.cuda.partition(".")[0]
         needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer: " if major in DRIVER_FLOORS else ""
-        return what, f"{needs}upgrade the node pool's, or use an image with an older CUDA", Fault.NODE
+        return what, f"{needs}upgrade the node pool's, or use an image with an older CUDA", FailureClass.NODE
     if "no kernel image is available" in seen.gpu_error:
         fix = "use an image whose torch was built for this GPU: torch.cuda.get_arch_list() names what this one knows"
-        return what, fix, Fault.USER
+        return what, fix, FailureClass.USER
     if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
-        return f"{what} with {VISIBLE}={environ[VISIBLE]!r}", f"leave {VISIBLE} out, or name GPUs here", Fault.USER
-    return what, "run elsewhere: exclude this node, and look at its driver", Fault.NODE
+        return (
+            f"{what} with {VISIBLE}={environ[VISIBLE]!r}",
+            f"leave {VISIBLE} out, or name GPUs here",
+            FailureClass.USER,
+        )
+    return what, "run elsewhere: exclude this node, and look at its driver", FailureClass.NODE
 
 
 def libcuda_is_cached() -> bool:

@@ -20,11 +20,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from litgpt_demo.errors import Fault, Finding, TrainLitgptError, UserError, decisive, fault_of_exception
+from litgpt_demo.errors import FailureClass, Finding, TrainLitgptError, UserError, fault_of_exception, root_cause
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import torchrun
-from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_tagged, pass_signals_on, run_ranks
-from litgpt_demo.node.checks import check_call, check_machine, keep_to, usable_cores
+from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_by_env_marker, pass_signals_on, run_ranks
+from litgpt_demo.node.checks import check_call, check_machine, pin_cpus, usable_cores
 from litgpt_demo.node.code import CODE, unpacked_code
 from litgpt_demo.node.environment import GRACE, TIMES, NodeTimes, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import RECORDER
@@ -58,9 +58,9 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     return mine
 
 
-def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, place: int) -> dict[str, Any]:
+def report(node: Node, fault: FailureClass | None, message: str, ending: Ending, *, place: int) -> dict[str, Any]:
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first."""
-    first, cause = place * node.processes, decisive(ending.failures)
+    first, cause = place * node.processes, root_cause(ending.failures)
     return {
         "node": node.node_rank,
         "host": machine_name(),
@@ -71,7 +71,7 @@ def report(node: Node, fault: Fault | None, message: str, ending: Ending, *, pla
         "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [
-            {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "bystander": one.bystander}
+            {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "secondary": one.secondary}
             for one in sorted(ending.failures, key=lambda one: one is not cause)
         ],
         "stopped": [first + local for local in ending.stopped],
@@ -89,7 +89,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         found = [*check_call(node), *contradictions(node, os.environ)]
         ranks: dict[str, str] = {}
         if not any(finding.severity == "error" for finding in found):
-            found += keep_to(node.network.cpus)
+            found += pin_cpus(node.network.cpus)
             ranks, unset = exports(node, os.environ, cores=usable_cores()), []
             try:
                 ranks = of_network(node.network, ranks)
@@ -126,7 +126,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         ending = run_ranks(node, ranks, leave, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
-        kill_tagged(NODE_DIRECTORY, str(node.own), grace=0)
+        kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         words = f"{type(error).__name__}: {error}"

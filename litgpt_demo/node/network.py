@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import first_problem
-from litgpt_demo.errors import Fault, Finding, RankFailure, UserError
+from litgpt_demo.errors import FailureClass, Finding, RankFailure, UserError
 
 NETWORK = "LITGPT_NETWORK"
 """Environment variable that holds a NodeNetwork as JSON."""
@@ -120,7 +120,7 @@ class NodeNetwork(Settings):
         return NcclFit.QUALIFIED if within(version, self.nccl_versions) else NcclFit.UNQUALIFIED
 
 
-UNTOLD = NodeNetwork(gate_seconds=0)
+NO_NETWORK_PROFILE = NodeNetwork(gate_seconds=0)
 """The network of a job that names none; nothing is measured on it."""
 
 
@@ -152,9 +152,9 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:
-    """The network that the environment names; UNTOLD where it names none."""
+    """The network that the environment names; NO_NETWORK_PROFILE where it names none."""
     if NETWORK not in environ:
-        return UNTOLD
+        return NO_NETWORK_PROFILE
     try:
         return NodeNetwork.model_validate_json(environ[NETWORK])
     except ValidationError as error:
@@ -237,11 +237,11 @@ class NetworkUse:
                     if said := _USING.search(line):
                         self._seen.add(said["name"])
         if wrong := sorted(self._seen - {self._expected}):
-            return self._finding(f"NCCL uses {', '.join(wrong)}, not {self._expected}", Fault.NODE)
+            return self._finding(f"NCCL uses {', '.join(wrong)}, not {self._expected}", FailureClass.NODE)
         if steps > 0 and not self._seen:
             what = f"the ranks have done a step, and NCCL has not said that it uses {self._expected}"
             needed = "NCCL_DEBUG has to be INFO, NCCL_DEBUG_SUBSYS to have INIT, NCCL_DEBUG_FILE to be unset"
-            return self._finding(f"{what}: {needed}, and the script to use the nccl backend", Fault.USER)
+            return self._finding(f"{what}: {needed}, and the script to use the nccl backend", FailureClass.USER)
         return self._of_counters(steps, sends)
 
     def _of_counters(self, steps: int, sends: float) -> RankFailure | None:
@@ -264,7 +264,7 @@ class NetworkUse:
         told = f"{cards / 1e6:,.0f} MB by the cards, {kernel / 1e6:,.0f} MB through the kernel in {passed} steps"
         if needed and cards < needed / 10:
             needs = f", of {needed / 1e6:,.0f} MB that the strategy sends"
-            return self._finding(f"the ranks do not send by RDMA: {told}{needs}", Fault.NODE)
+            return self._finding(f"the ranks do not send by RDMA: {told}{needs}", FailureClass.NODE)
         if cards > kernel:
             print(f"network {self._network.name} is in use: the ranks sent {told}", flush=True)
         else:
@@ -273,14 +273,14 @@ class NetworkUse:
             print(f"warning [network.unused] {what} -> {fix}", flush=True)
         return None
 
-    def _finding(self, what: str, fault: Fault) -> RankFailure | None:
+    def _finding(self, what: str, fault: FailureClass) -> RankFailure | None:
         hints = dict.fromkeys(hint for words, hint in _HINTS.items() if any(words in line for line in self._tail))
         message = f"{what} (platform.network={self._network.name})" + "".join(f"; {hint}" for hint in hints)
         if self._network.allow_sockets:
             self._expected = None  # that is said once
             print(f"warning [network.unused] {message} -> allow_sockets is set: the job goes on, slower", flush=True)
             return None
-        name = "NodeError" if fault is Fault.NODE else "UserError"
+        name = "NodeError" if fault is FailureClass.NODE else "UserError"
         fix = "To train over plain sockets all the same, set platform.allow_sockets"
         return RankFailure(
             local_rank=0,

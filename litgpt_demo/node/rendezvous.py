@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from litgpt_demo.errors import Finding, NetworkError, UserError
-from litgpt_demo.node.network import UNTOLD, NodeNetwork, job_network
+from litgpt_demo.node.network import NO_NETWORK_PROFILE, NodeNetwork, job_network
 
 PYTORCHJOB = "pytorchjob"
 """The value of --node-rank and --master that leaves them to a PyTorchJob, and with it to every Run:ai."""
@@ -53,7 +53,7 @@ class Node:
     log_uri: str | None = None
     """The address to which logs and error files are copied, because `directory` goes with the machine."""
     log_every: float = 60.0
-    network: NodeNetwork = UNTOLD
+    network: NodeNetwork = NO_NETWORK_PROFILE
     by_pytorchjob: bool = False
     """Its number is what a PyTorchJob told, which is then checked against what was submitted."""
 

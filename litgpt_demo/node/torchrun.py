@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from litgpt_demo.errors import Fault, NetworkError
+from litgpt_demo.errors import FailureClass, NetworkError
 from litgpt_demo.node.code import CODE
 from litgpt_demo.node.logs import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
-            return Fault.DISK_FULL.exit_code
+            return FailureClass.DISK_FULL.exit_code
         return 1
     except Exception as error:
         write_whole(failures, {"agent": f"{type(error).__name__}: {error}", "time": time.time()})

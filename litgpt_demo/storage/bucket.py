@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 
-from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, words_of
+from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, one_line
 from litgpt_demo.secrets import translating
 from litgpt_demo.storage import base
 from litgpt_demo.storage.base import SCHEME, Inventory, Names, ObjectInfo, Position, Storage
@@ -492,14 +492,14 @@ def _explaining(address: str, role: str) -> Iterator[None]:
     try:
         yield
     except (JSONDecodeError, DataCorruption) as error:
-        raise UnsettledError(f"{type(error).__name__}: {words_of(error)}") from None
+        raise UnsettledError(f"{type(error).__name__}: {one_line(error)}") from None
     except GoogleAuthError as error:
         if error.retryable:
-            raise NetworkError(f"{address}: no credentials could be had: {words_of(error)}", fix="try again") from None
+            raise NetworkError(f"{address}: no credentials could be had: {one_line(error)}", fix="try again") from None
         fix = "run `gcloud auth application-default login`"
-        raise Unreachable(f"{address}: no usable credentials: {words_of(error)}", fix=fix) from None
+        raise Unreachable(f"{address}: no usable credentials: {one_line(error)}", fix=fix) from None
     except (GoogleAPICallError, RetryError, RequestException) as error:
-        code, words = getattr(error, "code", None) or 503, words_of(error)  # without a code: no answer came
+        code, words = getattr(error, "code", None) or 503, one_line(error)  # without a code: no answer came
         if code in _UNSETTLED:
             raise UnsettledError(words) from None
         if code in {401, 403}:
@@ -510,9 +510,9 @@ def _explaining(address: str, role: str) -> Iterator[None]:
                 f"--member=<who runs this> --role={role}",
             ) from None
         if code == 429 or code >= 500:
-            given_up, fix = isinstance(error, RetryError), "try again when it does"
-            raise NetworkError(f"{address}: the bucket does not answer: {words}", fix=fix, given_up=given_up) from None
+            no_retry, fix = isinstance(error, RetryError), "try again when it does"
+            raise NetworkError(f"{address}: the bucket does not answer: {words}", fix=fix, no_retry=no_retry) from None
         raise UserError(f"{address}: the bucket refused: {words}") from None
     except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
         fix = "see whether a proxy sent it, then try again"
-        raise NetworkError(f"{address}: the answer is no bucket's ({words_of(error)})", fix=fix) from None
+        raise NetworkError(f"{address}: the answer is no bucket's ({one_line(error)})", fix=fix) from None

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from litgpt_demo.errors import DataError, words_of
+from litgpt_demo.errors import DataError, one_line
 from litgpt_demo.training.checkpoints import INDEX
 
 State: TypeAlias = dict[str, Any]
@@ -117,7 +117,7 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
     except OSError:
         raise
     except Exception as error:  # damaged pickles raise whatever the step that they broke raises
-        raise DataError(f"{where} is not the index of a checkpoint ({words_of(error)}). {_REMEDY}") from error
+        raise DataError(f"{where} is not the index of a checkpoint ({one_line(error)}). {_REMEDY}") from error
     return metadata
 
 

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerAction, profile
 from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import MixedWindows
-from litgpt_demo.errors import TrainLitgptError, UserError, words_of
+from litgpt_demo.errors import TrainLitgptError, UserError, one_line
 from litgpt_demo.metrics import CSV_COLUMNS, MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
@@ -72,7 +72,7 @@ class Reporter:
             except UserError:  # a setting that no attempt can train with
                 raise
             except Exception as error:  # a service that does not answer, a key that it does not know
-                warn(f"{kind.__name__} is told no metrics: {words_of(error)}")
+                warn(f"{kind.__name__} is told no metrics: {one_line(error)}")
         length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
         world, nodes = fabric.world_size, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -106,7 +106,7 @@ class Reporter:
                 logger.write(values)
             except Exception as error:  # theirs can be anything, and none of it is worth a training
                 self._loggers[logger] = False
-                warn(f"{type(logger).__name__} is told no more metrics: {words_of(error)}")
+                warn(f"{type(logger).__name__} is told no more metrics: {one_line(error)}")
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
         """A column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
@@ -199,7 +199,7 @@ class Reporter:
                 logger.close()
             except Exception as error:
                 if takes:  # else it was told that it lacks metrics
-                    warn(f"{type(logger).__name__} may lack the last metrics: {words_of(error)}")
+                    warn(f"{type(logger).__name__} may lack the last metrics: {one_line(error)}")
         self.publish(closed=True)
         if self._file is not None:
             self._file.close()
@@ -354,7 +354,7 @@ class Profiler:
                     torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
             except RuntimeError as error:  # as where another profiler holds the device
                 self._profile, self.next = None, -1
-                warn(f"no profile is recorded: {words_of(error)}")
+                warn(f"no profile is recorded: {one_line(error)}")
 
     def end(self, done: int, *, keep: bool = True) -> None:
         """End a recording, if there is one, after `done` steps, and leave it in the run's folder if it is kept."""
@@ -376,7 +376,7 @@ class Profiler:
             for file in files:
                 run.upload(file, f"{PROFILES}/{file.name}", move=True)
         except (TrainLitgptError, OSError, RuntimeError) as error:
-            warn(f"the profile of the steps up to {done} is lost: {words_of(error)}")
+            warn(f"the profile of the steps up to {done} is lost: {one_line(error)}")
         finally:
             if fabric.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(enabled=None)

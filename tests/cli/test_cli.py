@@ -27,10 +27,10 @@ from launcher.runs.attempts import Claim
 from launcher.runs.index import Index
 from launcher.runs.sweeps import sweep_name, trials
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.runs import METRICS
 
-USER, DATA = EXIT_CODES[Fault.USER], EXIT_CODES[Fault.DATA]
+USER, DATA = EXIT_CODES[FailureClass.USER], EXIT_CODES[FailureClass.DATA]
 UNKNOWN, UNREACHABLE = EXIT_CODES[UnknownRun.fault], EXIT_CODES[PlatformUnreachable.fault]
 
 TRAINING = """
@@ -422,7 +422,7 @@ def test_submitted_run_ends_with_its_failure_class(code: int, fault: str) -> Non
     run: Any = SimpleNamespace(name="gpt")
     with pytest.raises(JobFailed, match="gpt ended with exit code") as failed:
         Submitted(run, process, io.StringIO("its words")).wait()
-    assert failed.value.fault is Fault[fault.upper()]
+    assert failed.value.fault is FailureClass[fault.upper()]
 
 
 def test_a_cancelled_run_is_named(cli: Cli, running: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from console_script import Cli
 
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 LAUGHS = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
@@ -41,7 +41,7 @@ def test_no_program_runs_that_is_not_run_ais_on_path(name: str, console: Cli, ma
     platform = {"kind": "runai", "project": "a", "cli": name.format(folder=tmp_path)}
     for verb in ("render", "plan"):
         said = console(verb, written(tmp_path, script="examples/pi.py", platform=platform))
-        assert (said.code, "is no name of a runai program on PATH" in said.err) == (EXIT_CODES[Fault.USER], True)
+        assert (said.code, "is no name of a runai program on PATH" in said.err) == (EXIT_CODES[FailureClass.USER], True)
     assert not marker.exists()
 
 
@@ -84,5 +84,5 @@ def test_what_is_no_file_is_not_read(path: str, console: Cli, tmp_path: Path) ->
 def test_yaml_that_grows_or_runs_is_refused(text: str, words: str, console: Cli, marker: Path, tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
     said = console("render", str(tmp_path / "theirs.yaml"))
-    assert (said.code, words in said.err) == (EXIT_CODES[Fault.USER], True)
+    assert (said.code, words in said.err) == (EXIT_CODES[FailureClass.USER], True)
     assert not marker.exists()

@@ -16,7 +16,7 @@ FOREVER = 1_000_000
 
 
 @dataclass(kw_only=True)
-class Fault:
+class FailureClass:
     """What is done to `times` requests of one kind, after `skip` of them went through."""
 
     on: Literal["begin", "upload", "download", "delete", "compose", "look"]
@@ -48,10 +48,10 @@ class FaultyBucket(BucketServer):
     def __init__(self, upstream: str, bucket: str) -> None:
         super().__init__(self.spoilt)
         self.bucket, self._behind = bucket, RUNNING[upstream]
-        self._lock, self._faults = Lock(), list[Fault]()
+        self._lock, self._faults = Lock(), list[FailureClass]()
         self.arm()
 
-    def arm(self, *faults: Fault, chance: Random | None = None) -> None:
+    def arm(self, *faults: FailureClass, chance: Random | None = None) -> None:
         """Forget earlier faults and requests, and use these; the first that strikes is taken.
 
         Args:
@@ -67,11 +67,11 @@ class FaultyBucket(BucketServer):
         for fault in before:
             fault.rearmed.set()
 
-    def _fault_for(self, kind: str) -> Fault | None:
+    def _fault_for(self, kind: str) -> FailureClass | None:
         with self._lock:
             self.seen.append(kind)
             if self._chance and self._chance.randrange(5) == 0:
-                return Fault(on="look", do=self._chance.choice(["refuse", "lose", "cut", "shorten"]))
+                return FailureClass(on="look", do=self._chance.choice(["refuse", "lose", "cut", "shorten"]))
             return next((fault for fault in self._faults if fault.strikes(kind)), None)
 
     def forward(self, request: Request) -> Answer:

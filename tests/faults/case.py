@@ -11,7 +11,7 @@ from pydantic import BaseModel, JsonValue
 
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import Verdict, diagnose, node_reports
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.storage import open_storage
 
 CASES = Path(__file__).with_name("cases.jsonl")
@@ -39,7 +39,7 @@ class Case(BaseModel, extra="forbid"):
     """True if it was made after the rules of the verdict were fixed, and changed none of them."""
     nodes: int
     processes: int
-    fault: Fault
+    fault: FailureClass
     culprits: tuple[tuple[int | None, int | None], ...]
     """Node and rank of whom it was; several where all failed alike, no rank where it was the node."""
     status: Status = Status()
@@ -53,7 +53,7 @@ class Case(BaseModel, extra="forbid"):
 class Answer:
     """A class and a culprit, whoever named them."""
 
-    fault: Fault
+    fault: FailureClass
     node: int | None
     rank: int | None
 

@@ -9,7 +9,7 @@ import launcher.errors
 import litgpt_demo.errors
 from cli.main import errors_for_people
 from launcher.errors import JobFailed
-from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError
+from litgpt_demo.errors import EXIT_CODES, FailureClass, TrainLitgptError
 
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 KINDS = {
@@ -24,7 +24,7 @@ KINDS = {
 def test_an_error_ends_the_command_with_the_code_of_its_class_also_from_another_process(
     kind: type[TrainLitgptError], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = kind("it broke", fix="mend it", fault=Fault.HANG if kind is JobFailed else None)
+    error = kind("it broke", fix="mend it", fault=FailureClass.HANG if kind is JobFailed else None)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.fault) == (kind, "it broke; mend it", error.fault)
     with pytest.raises(SystemExit) as ended, errors_for_people():

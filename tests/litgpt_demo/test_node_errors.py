@@ -9,26 +9,46 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.__main__ import main
-from litgpt_demo.errors import JOB_FAULTS, Fault, RankFailure, decisive, fault_of_exception, fault_of_exit_code
+from litgpt_demo.errors import (
+    JOB_FAILURE_CLASSES,
+    FailureClass,
+    RankFailure,
+    fault_of_exception,
+    fault_of_exit_code,
+    root_cause,
+)
 
 
 def test_every_class_comes_back_from_its_exit_code_and_another_code_is_the_machines_the_users_or_of_no_class() -> None:
-    assert [fault_of_exit_code(fault.exit_code) for fault in JOB_FAULTS] == list(JOB_FAULTS)
-    assert [fault_of_exit_code(code) for code in (-signal.SIGSEGV, 2, 77)] == [Fault.NODE, Fault.USER, Fault.UNKNOWN]
+    assert [fault_of_exit_code(fault.exit_code) for fault in JOB_FAILURE_CLASSES] == list(JOB_FAILURE_CLASSES)
+    assert [fault_of_exit_code(code) for code in (-signal.SIGSEGV, 2, 77)] == [
+        FailureClass.NODE,
+        FailureClass.USER,
+        FailureClass.UNKNOWN,
+    ]
 
 
 # What torch 2.13, gloo and NCCL really print; our own keep their class whatever their words look like.
 SAID = [
-    ("litgpt_demo.errors.UserError: this would run out of memory, connection refused", Fault.USER),
-    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", Fault.OUT_OF_MEMORY),
-    ("RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:51410", Fault.NETWORK),
-    ("torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 joined", Fault.NETWORK),
-    ("terminate called\nwhat(): [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(…)", Fault.HANG),
-    ("ModuleNotFoundError: No module named 'triton'", Fault.USER),
-    ("RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory", Fault.DATA),
-    ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", Fault.NODE),
-    ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", Fault.DISK_FULL),
-    ("RuntimeError: something unheard of", Fault.UNKNOWN),
+    ("litgpt_demo.errors.UserError: this would run out of memory, connection refused", FailureClass.USER),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", FailureClass.OUT_OF_MEMORY),
+    (
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:51410",
+        FailureClass.NETWORK,
+    ),
+    (
+        "torch.distributed.DistStoreError: Timed out after 601 seconds waiting for clients. 1/2 joined",
+        FailureClass.NETWORK,
+    ),
+    ("terminate called\nwhat(): [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(…)", FailureClass.HANG),
+    ("ModuleNotFoundError: No module named 'triton'", FailureClass.USER),
+    (
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+        FailureClass.DATA,
+    ),
+    ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", FailureClass.NODE),
+    ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", FailureClass.DISK_FULL),
+    ("RuntimeError: something unheard of", FailureClass.UNKNOWN),
 ]
 
 
@@ -51,14 +71,14 @@ GPU_STOPPED = [
 
 
 def test_a_gpu_that_stops_in_a_programs_work_is_a_node_fault() -> None:
-    assert {text: fault_of_exception(text) for text in GPU_STOPPED} == dict.fromkeys(GPU_STOPPED, Fault.NODE)
+    assert {text: fault_of_exception(text) for text in GPU_STOPPED} == dict.fromkeys(GPU_STOPPED, FailureClass.NODE)
 
 
 def test_a_gpus_memory_or_assertion_is_no_node_fault() -> None:
     full = ("CUDA driver error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
-    assert {fault_of_exception(f"RuntimeError: {text}") for text in full} == {Fault.OUT_OF_MEMORY}
+    assert {fault_of_exception(f"RuntimeError: {text}") for text in full} == {FailureClass.OUT_OF_MEMORY}
     assertion = "torch.AcceleratorError: CUDA error: device-side assert triggered"
-    assert fault_of_exception(assertion) is Fault.USER, "an index out of range comes back on every machine"
+    assert fault_of_exception(assertion) is FailureClass.USER, "an index out of range comes back on every machine"
 
 
 def failure(code: int | None, message: str = "", *, time: float = 100.0) -> RankFailure:
@@ -70,22 +90,22 @@ LOST_PEER = "RuntimeError: Connection closed by peer [10.0.0.7]:4711"
 
 def test_a_rank_failed_by_what_tells_most() -> None:
     told = {
-        Fault.DATA: failure(41, "KeyError: 'x'"),
-        Fault.NETWORK: failure(-signal.SIGABRT, LOST_PEER),
-        Fault.NODE: failure(-signal.SIGKILL),
-        Fault.PREEMPTED: failure(None, "Preempted: saved step 12"),
-        Fault.UNKNOWN: failure(1),
+        FailureClass.DATA: failure(41, "KeyError: 'x'"),
+        FailureClass.NETWORK: failure(-signal.SIGABRT, LOST_PEER),
+        FailureClass.NODE: failure(-signal.SIGKILL),
+        FailureClass.PREEMPTED: failure(None, "Preempted: saved step 12"),
+        FailureClass.UNKNOWN: failure(1),
     }
     assert {fault: one.fault for fault, one in told.items()} == {fault: fault for fault in told}
 
 
 def test_the_cause_is_the_earliest_that_did_not_only_lose_a_peer() -> None:
     cause, killed = failure(1, "DataError: bad", time=101.0), failure(-signal.SIGKILL, time=104.0)
-    assert decisive([failure(1, LOST_PEER), failure(-signal.SIGTERM, time=100.5), killed, cause]) is cause
+    assert root_cause([failure(1, LOST_PEER), failure(-signal.SIGTERM, time=100.5), killed, cause]) is cause
     waited = failure(1, "RuntimeError: Timed out waiting 6000ms for recv operation to complete")
-    assert decisive([replace(waited, waits=True), killed]) is killed, "who gave up waiting explains nobody"
+    assert root_cause([replace(waited, waits=True), killed]) is killed, "who gave up waiting explains nobody"
     terminated, by_torchrun = failure(-signal.SIGTERM), failure(-signal.SIGTERM, LOST_PEER)
-    assert decisive([by_torchrun, terminated]) is terminated
+    assert root_cause([by_torchrun, terminated]) is terminated
 
 
 RANK = st.builds(
@@ -96,8 +116,8 @@ RANK = st.builds(
 
 @given(st.lists(RANK, min_size=1))
 def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[RankFailure]) -> None:
-    cause = decisive(ranks)
-    assert cause.bystander == all(rank.bystander for rank in ranks)
+    cause = root_cause(ranks)
+    assert cause.secondary == all(rank.secondary for rank in ranks)
 
 
 def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> None:
@@ -107,9 +127,9 @@ def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> 
         "During handling of the above exception, another exception occurred:",
         "RuntimeError: the checkpoint could not be written",
     )
-    assert replace(failure(1, chain[-1]), traceback=chain).fault is Fault.DISK_FULL
-    assert replace(failure(1, chain[-1]), traceback=chain[2:]).fault is Fault.UNKNOWN
-    assert replace(failure(1, "KeyError: 'x'"), traceback=chain).fault is Fault.USER
+    assert replace(failure(1, chain[-1]), traceback=chain).fault is FailureClass.DISK_FULL
+    assert replace(failure(1, chain[-1]), traceback=chain[2:]).fault is FailureClass.UNKNOWN
+    assert replace(failure(1, "KeyError: 'x'"), traceback=chain).fault is FailureClass.USER
 
 
 @pytest.mark.parametrize("command", ["train", "collect"])

@@ -17,7 +17,7 @@ from launcher.runs.lease import FolderLease
 from litgpt_demo.config import EvaluationConfig
 from litgpt_demo.data.corpus import can_reach_hub
 from litgpt_demo.documents import FileRecord, write_manifest
-from litgpt_demo.errors import EXIT_CODES, Fault, TrainLitgptError, UserError
+from litgpt_demo.errors import EXIT_CODES, FailureClass, TrainLitgptError, UserError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof, exported
 from litgpt_demo.storage import Storage, open_storage
 from tasks.evaluation import _alone, _evaluated, evaluate
@@ -49,7 +49,7 @@ def test_failed_evaluation_keeps_its_class_with_its_output(
     with Listener(events.append), pytest.raises(TrainLitgptError) as failed:
         asyncio.run(_evaluated(run, ASKED, PLACE, parameters=1))
     log = PLACE.replace(".json", ".log")
-    assert failed.value.fault is Fault.OUT_OF_MEMORY
+    assert failed.value.fault is FailureClass.OUT_OF_MEMORY
     error = "OutOfMemoryError: no room"
     assert str(failed.value) == f"out of memory: {error}; all that it printed is in {run.address(log)}"
     assert run.read(log).decode() == f"{ASKED.model_dump_json()} offline=1 [secure]\n{error}\n"
@@ -120,13 +120,17 @@ class OutOfMemoryError(RuntimeError):
 @pytest.mark.parametrize(
     ("error", "fault", "last"),
     [
-        (OutOfMemoryError("no room"), Fault.OUT_OF_MEMORY, "OutOfMemoryError: no room"),
-        (KeyError("gold"), Fault.USER, "KeyError: 'gold'"),
-        (UserError("no such task", fix="name another"), Fault.USER, "no such task; name another"),
+        (OutOfMemoryError("no room"), FailureClass.OUT_OF_MEMORY, "OutOfMemoryError: no room"),
+        (KeyError("gold"), FailureClass.USER, "KeyError: 'gold'"),
+        (UserError("no such task", fix="name another"), FailureClass.USER, "no such task; name another"),
     ],
 )
 def test_scorer_exits_with_the_class_of_its_error(
-    error: Exception, fault: Fault, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception,
+    fault: FailureClass,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fail(*_: object) -> Evaluation:
         raise error

@@ -14,7 +14,7 @@ from waiting import until
 
 from launcher.config import DaskWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
-from litgpt_demo.errors import DataError, Fault
+from litgpt_demo.errors import DataError, FailureClass
 from tasks import dataset as module
 from tasks.dataset import Fanout
 
@@ -54,12 +54,14 @@ def test_a_share_that_fails_once_is_tried_again_by_itself(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("workers", "lost", "fault"),
     [
-        (ONE, BrokenProcessPool("a process was killed"), Fault.NODE),
-        (DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:1"), KilledWorker("survey", Mock(), 3), Fault.NODE),
-        (DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:1"), CancelledError("no scheduler"), Fault.NETWORK),
+        (ONE, BrokenProcessPool("a process was killed"), FailureClass.NODE),
+        (DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:1"), KilledWorker("survey", Mock(), 3), FailureClass.NODE),
+        (DaskWorkers(kind="dask", scheduler="tcp://10.0.0.2:1"), CancelledError("no scheduler"), FailureClass.NETWORK),
     ],
 )
-def test_a_worker_that_is_lost_is_no_mistake_of_the_users(workers: Workers, lost: Exception, fault: Fault) -> None:
+def test_a_worker_that_is_lost_is_no_mistake_of_the_users(
+    workers: Workers, lost: Exception, fault: FailureClass
+) -> None:
     with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as told:
         Fanout(workers)._result(Mock(result=Mock(side_effect=lost)))
     assert told.value.fault is fault

@@ -17,7 +17,7 @@ from launcher.config import RunConfig
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.run import plan_run
-from litgpt_demo.errors import Fault, Finding
+from litgpt_demo.errors import FailureClass, Finding
 from litgpt_demo.runs import METRICS, REPORT
 from litgpt_demo.storage import MANIFEST
 from tasks import report
@@ -35,7 +35,7 @@ def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monk
     monkeypatch.setattr(report.artifacts, "acreate_progress_artifact", never)
     monkeypatch.setattr(report.artifacts, "acreate_markdown_artifact", never)
     monkeypatch.setattr(report, "_ANSWER", 0.05)
-    verdict = Verdict(fault=Fault.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
+    verdict = Verdict(fault=FailureClass.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
 
     @flow(name="scene")
     async def scene() -> None:

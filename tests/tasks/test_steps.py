@@ -13,7 +13,7 @@ from prefect.states import Failed
 import flows
 import tasks
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, PlatformRefused, PlatformUnreachable
-from litgpt_demo.errors import DataError, DiskFull, Fault, NetworkError, give_up
+from litgpt_demo.errors import DataError, DiskFull, FailureClass, NetworkError, mark_no_retry
 from tasks.steps import worth_retrying
 
 
@@ -26,14 +26,14 @@ def retried(error: Exception) -> bool:
 def test_a_step_tries_again_what_may_pass_unless_somebody_has_waited_for_it(kind: type[Exception]) -> None:
     error = kind("busy")
     assert retried(error)
-    give_up(error)
+    mark_no_retry(error)
     assert not retried(pickle.loads(pickle.dumps(error))), "as it comes from a worker's process"
 
 
 def test_a_step_does_not_try_again_what_comes_back_or_has_had_its_attempts() -> None:
     for kind in (ConfigProblem, JobCancelled, PlatformRefused, DataError, DiskFull, ValueError, FileNotFoundError):
         assert not retried(kind("as before")), kind
-    assert not any(retried(JobFailed("the job's last attempt", fault=fault)) for fault in Fault)
+    assert not any(retried(JobFailed("the job's last attempt", fault=fault)) for fault in FailureClass)
 
 
 def test_prefects_log_tells_a_known_error_once_with_its_own_ends_of_lines() -> None:

@@ -34,7 +34,7 @@ from launcher.runs.run import plan_run
 from launcher.runs.waiting import asked
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
-from litgpt_demo.errors import EXIT_CODES, Fault, Finding
+from litgpt_demo.errors import EXIT_CODES, FailureClass, Finding
 from litgpt_demo.metrics import METRICS_MARK, to_log_line
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import LocalStorage
@@ -43,7 +43,9 @@ from tasks import training
 from tasks.report import LiveArtifacts
 from tasks.training import run_job
 
-PREEMPTED, BROKEN, WRONG = (EXIT_CODES[fault] for fault in (Fault.PREEMPTED, Fault.NODE, Fault.USER))
+PREEMPTED, BROKEN, WRONG = (
+    EXIT_CODES[fault] for fault in (FailureClass.PREEMPTED, FailureClass.NODE, FailureClass.USER)
+)
 AT_ONCE = RestartSettings(longest_wait=0.05)
 
 
@@ -138,7 +140,7 @@ def test_a_program_that_always_says_it_was_preempted_ends_after_its_restarts(tmp
     with Listener(told.append), pytest.raises(JobFailed, match="preempted on node 0") as failure:
         ended_well(tmp_path, platform, max_restarts=2)
     assert len(platform.began) == 3
-    assert failure.value.fault is Fault.PREEMPTED
+    assert failure.value.fault is FailureClass.PREEMPTED
     assert len(notes(told, "waiting 0 s before attempt")) == 2
     assert notes(told, "restarts.preempted allows 2 new ones")
 
@@ -147,8 +149,8 @@ def test_what_another_attempt_would_not_mend_ends_the_run_and_why_is_in_the_atte
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
     stored = json.loads((tmp_path / "runs/demo/attempts/1/verdict.json").read_bytes())
-    assert (stored["fault"], stored["code"], stored["node"]) == (Fault.USER, "attempt.user-error", 0)
-    assert (stored["action"], stored["advice"]) == (Action.STOP, ADVICE[Fault.USER])
+    assert (stored["fault"], stored["code"], stored["node"]) == (FailureClass.USER, "attempt.user-error", 0)
+    assert (stored["action"], stored["advice"]) == (Action.STOP, ADVICE[FailureClass.USER])
     assert stored["evidence"]
     assert "record_crc32c" in stored
 
@@ -308,7 +310,7 @@ class Machines(StrictPlatform):
         self.taken.append(next(one for one in self._machines if one not in submission.body["exclude"]))
         self.place(job_id, {0: self.taken[-1], 1: "sound"})
         if self.taken[-1] in self._broken:
-            self.end(job_id, JobState.FAILED, {0: BROKEN, 1: EXIT_CODES[Fault.NETWORK]})
+            self.end(job_id, JobState.FAILED, {0: BROKEN, 1: EXIT_CODES[FailureClass.NETWORK]})
         else:
             self.end(job_id, JobState.SUCCEEDED, {0: 0, 1: 0})
         return job_id
@@ -334,7 +336,14 @@ class Repeating(Machines):
 
     def submit(self, submission: Submission) -> JobId:
         error = {"rank": 0, "exit_code": 1, "message": "CUDA error: misaligned address", "step": 417}
-        report = {"node": 0, "exit_code": BROKEN, "fault": Fault.NODE, "message": "", "ended": 1.0, "ranks": [error]}
+        report = {
+            "node": 0,
+            "exit_code": BROKEN,
+            "fault": FailureClass.NODE,
+            "message": "",
+            "ended": 1.0,
+            "ranks": [error],
+        }
         path = f"runs/demo/attempts/{len(self.taken) + 1}/node-0.json"
         self._root.write(path, json.dumps(report).encode())
         return super().submit(submission)
@@ -344,7 +353,7 @@ def test_a_gpu_error_ends_the_run_when_another_machine_has_it_too(tmp_path: Path
     platform = Repeating(open_storage(str(tmp_path)))
     with pytest.raises(JobFailed, match="the program is the cause, not a machine") as failure:
         ended_well(tmp_path, platform, max_restarts=3)
-    assert failure.value.fault is Fault.USER
+    assert failure.value.fault is FailureClass.USER
     assert platform.taken == ["a", "a", "b"]
 
 
@@ -487,7 +496,7 @@ def test_index_that_is_deleted_between_attempts_stops_no_run(tmp_path: Path) -> 
 def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: Path) -> None:
     class Ended(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
-            self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[Fault.NETWORK]))
+            self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[FailureClass.NETWORK]))
 
     claim = claim_on(Ended([BROKEN]), tmp_path, "demo", platform={"kind": "local", "nodes": 2})
     record = claim.take()
@@ -497,7 +506,7 @@ def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: P
     )
     with Lease(claim.attempts.index, "demo") as lease:
         verdict = asyncio.run(training.await_job(more, record, lambda row: None, lease))
-    assert (verdict.fault, verdict.node) == (Fault.NETWORK, 0), "nodes 2 and 3 never existed"
+    assert (verdict.fault, verdict.node) == (FailureClass.NETWORK, 0), "nodes 2 and 3 never existed"
 
 
 def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
@@ -574,7 +583,7 @@ def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
         def meet(self, job_id: JobId, code: int) -> None:
             self.start(job_id)
             self.say(job_id, f"printed {leaking}", f"warning: {leaking}")
-            report = {"node": 0, "exit_code": BROKEN, "fault": Fault.NODE, "message": leaking, "ended": 1.0}
+            report = {"node": 0, "exit_code": BROKEN, "fault": FailureClass.NODE, "message": leaking, "ended": 1.0}
             open_storage(str(tmp_path)).write("runs/demo/attempts/1/node-0.json", json.dumps(report).encode())
             super().meet(job_id, code)
 

@@ -231,13 +231,13 @@ class BatchPlatform:
         return LogPage(tuple(lines), place.model_dump_json(), more)
 
     def cancel(self, job_id: JobId) -> None:
-        give_up, job = time.monotonic() + self._patience, self._job(job_id)
+        give_up_at, job = time.monotonic() + self._patience, self._job(job_id)
         if job is not None and not states.state_of(job).final:
             # It may have ended, or be gone, in the meantime: the next look tells.
             with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
                 self._batch.cancel_job({"name": job_id, "request_id": str(uuid.uuid4())}, timeout=_LIMIT)
         while left := self.left(job_id):
-            if time.monotonic() > give_up:
+            if time.monotonic() > give_up_at:
                 what = f"{', '.join(left)}: still there {self._patience:.0f} s after {job_id} was cancelled"
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(min(2.0, max(0.1, self._patience / 100)))

@@ -19,7 +19,7 @@ from launcher.networks import plain
 from launcher.networks.profile import LIBRARIES, Choice
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.settings import asked
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 PORT = 29500
 DIRECTORY = "/run/litgpt"
@@ -36,7 +36,13 @@ HOSTS = "/etc/cloudbatch-taskgroup-hosts"
 # Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
 # LifecyclePolicy.Action: the other action). For FAIL_TASK both mean the same.
-_FAULTS = (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL)
+_FAULTS = (
+    FailureClass.UNKNOWN,
+    FailureClass.USER,
+    FailureClass.DATA,
+    FailureClass.OUT_OF_MEMORY,
+    FailureClass.DISK_FULL,
+)
 STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 
 
@@ -217,7 +223,7 @@ _HEAD = f"""\
 set -eu
 fail() {{
   echo "error [$1] $2 -> $3"
-  exit {EXIT_CODES[Fault.NODE]}
+  exit {EXIT_CODES[FailureClass.NODE]}
 }}
 """
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launcher.job import JobState, JobStatus
 from launcher.platforms.batch.settings import LONGEST
-from litgpt_demo.errors import BATCH_CODES, EXIT_CODES, Fault
+from litgpt_demo.errors import BATCH_CODES, EXIT_CODES, FailureClass
 
 if TYPE_CHECKING:
     from google.cloud.batch_v1.types import Job, StatusEvent, Task
@@ -68,7 +68,7 @@ def ended(job: Job, tasks: Sequence[Task]) -> list[Ended]:
         why = BATCH_CODES[code][1] if code in BATCH_CODES else ""
         if code == _TOO_LONG and _waited_in_vain(job, events):
             why = f"Batch's {_TOO_LONG}: its peers were not there within platform.gather"
-            code = EXIT_CODES[Fault.NETWORK]
+            code = EXIT_CODES[FailureClass.NETWORK]
         at, node = _seconds(events[-1]) if events else 0.0, int(task.name.rpartition("/")[2])
         how = "failed without an exit code" if code is None else f"ended with {code}"
         told = f"node {node} {how}" + (f" ({why})" if why else "")

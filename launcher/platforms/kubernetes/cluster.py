@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import origin_of, redacted
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class Cluster:
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
         if not (answer := _object_in(content)):  # a proxy's page, or nothing
-            raise PlatformUnreachable(f"{self.where} answers with no JSON object but {words_of(repr(content[:200]))}")
+            raise PlatformUnreachable(f"{self.where} answers with no JSON object but {one_line(repr(content[:200]))}")
         return answer
 
     def _send(
@@ -275,10 +275,10 @@ class Cluster:
                 after = str(answer.headers.get("Retry-After", "")).strip()
                 wait = min(_LONGEST_PAUSE, max(wait, float(after) if after.isdecimal() else 0.0))
             except ApiException as error:  # of status 0: TLS
-                told = words_of(str(error.reason))
+                told = one_line(str(error.reason))
                 raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
             except (urllib3.exceptions.HTTPError, OSError) as error:
-                problem = PlatformUnreachable(f"{self.where} does not answer: {words_of(error)}")
+                problem = PlatformUnreachable(f"{self.where} does not answer: {one_line(error)}")
             try:
                 if isinstance(problem, LoginProblem) and self._renew is not None:
                     # New credentials may take a moment to be known everywhere; an API server that starts refuses all.
@@ -304,7 +304,7 @@ class Cluster:
         if answer.status == 401:
             return LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
         if answer.status == 429 or answer.status >= 500:
-            return PlatformUnreachable(f"{self.where} does not answer: {words_of(words)}")
+            return PlatformUnreachable(f"{self.where} does not answer: {one_line(words)}")
         kind = AlreadyThere if told.get("reason") == "AlreadyExists" else _BY_STATUS.get(answer.status, ApiRefused)
         return kind(self.where, answer.status, words)
 

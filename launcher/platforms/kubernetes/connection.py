@@ -20,7 +20,7 @@ from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInsta
 from launcher.google import google_errors
 from launcher.platforms.kubernetes.cluster import Cluster
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def connect(settings: GkePlatformConfig) -> Cluster:
             # Where the config names it, its absence is the config's mistake rather than this machine's lack.
             kind = LoginProblem if path or context else NoCredentials
             fix = "name a GKE cluster in platform.cluster and location, or a kubeconfig in platform.kubeconfig"
-            raise kind(f"{where} cannot be had: {words_of(error)}", fix=f"{fix} or $KUBECONFIG") from None
+            raise kind(f"{where} cannot be had: {one_line(error)}", fix=f"{fix} or $KUBECONFIG") from None
         return into
 
     configuration = load()

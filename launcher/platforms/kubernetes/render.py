@@ -17,7 +17,7 @@ from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL, asked
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import bucket_path
 
 WorkloadObjects = Literal["jobset", "job"]
@@ -26,7 +26,13 @@ PLATFORM = "gke"
 # What comes back however often it is tried: the user's mistake, bad data, too little memory or disk, and what nobody
 # knows. 137 is SIGKILL, mostly for memory: a cluster's rules do not see the reason (OOMKilled); the launcher does, and
 # decides.
-_FAULTS = (Fault.UNKNOWN, Fault.USER, Fault.DATA, Fault.OUT_OF_MEMORY, Fault.DISK_FULL)
+_FAULTS = (
+    FailureClass.UNKNOWN,
+    FailureClass.USER,
+    FailureClass.DATA,
+    FailureClass.OUT_OF_MEMORY,
+    FailureClass.DISK_FULL,
+)
 HOPELESS = (*sorted(EXIT_CODES[fault] for fault in _FAULTS), 137)
 
 # What a network's claims are made from: a ComputeDomain's controller makes the claim template itself.

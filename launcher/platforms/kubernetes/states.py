@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from launcher.job import JOB_LABEL, JobState, JobStatus, Object
 from launcher.platforms.kubernetes.render import NODE
-from litgpt_demo.errors import EXIT_CODES, Fault, Finding, fault_of_exit_code, words_of
+from litgpt_demo.errors import EXIT_CODES, FailureClass, Finding, fault_of_exit_code, one_line
 
 RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -17,8 +17,8 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 _LOW_ON = "The node was low on resource:"
 # The advice for a pod that was evicted, by its fault. Of what a full machine lacks, only memory is told apart.
 _FITS = {
-    Fault.OUT_OF_MEMORY: "set platform.memory to what a node needs, so that only machines which have it are taken",
-    Fault.NODE: "take machines with more scratch space (platform.local_ssd, a larger boot disk), or write less",
+    FailureClass.OUT_OF_MEMORY: "set platform.memory to what a node needs, so that only machines with it are taken",
+    FailureClass.NODE: "take machines with more scratch space (platform.local_ssd, a larger boot disk), or write less",
 }
 _NAMED = 3
 """Nodes that are named; a job can lose hundreds at once."""
@@ -158,14 +158,14 @@ def node_seen(pod: Object) -> NodeSeen:
     if code == 0 or not ended(pod):
         pass
     elif evicted or words.startswith(_LOW_ON):
-        fault = Fault.OUT_OF_MEMORY if words.startswith(f"{_LOW_ON} memory") else Fault.NODE
-        code, eviction = EXIT_CODES[fault], f"evicted by its kubelet: {words_of(words)}; {_FITS[fault]}"
+        fault = FailureClass.OUT_OF_MEMORY if words.startswith(f"{_LOW_ON} memory") else FailureClass.NODE
+        code, eviction = EXIT_CODES[fault], f"evicted by its kubelet: {one_line(words)}; {_FITS[fault]}"
     elif disrupted is not None:
-        code = EXIT_CODES[Fault.PREEMPTED]
+        code = EXIT_CODES[FailureClass.PREEMPTED]
     elif code is None:  # refused by its kubelet: no container tells
-        code = EXIT_CODES[Fault.NODE] if status.get("phase") == "Failed" else None
+        code = EXIT_CODES[FailureClass.NODE] if status.get("phase") == "Failed" else None
     elif stopped.get("reason") == "OOMKilled":
-        code = EXIT_CODES[Fault.OUT_OF_MEMORY]
+        code = EXIT_CODES[FailureClass.OUT_OF_MEMORY]
     elif code > 128:  # signals
         code = 128 - code
     since = (container.get("running") or stopped).get("startedAt")

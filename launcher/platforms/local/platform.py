@@ -25,7 +25,7 @@ from launcher.platforms.log_files import page_of
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import Finding
-from litgpt_demo.node.agent import kill_tagged, tagged
+from litgpt_demo.node.agent import kill_by_env_marker, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.local import explaining, reserve, write_whole
@@ -172,7 +172,7 @@ class LocalPlatform:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     supervisor.terminate()
             time.sleep(0.05)
-        if left := kill_tagged(JOB_TAG, _mark(directory), grace=5):
+        if left := kill_by_env_marker(JOB_TAG, _mark(directory), grace=5):
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():

@@ -24,7 +24,7 @@ from typing import Any
 from launcher.job import JobState
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import fault_of_exit_code
-from litgpt_demo.node.agent import kill_tagged
+from litgpt_demo.node.agent import kill_by_env_marker
 from litgpt_demo.node.gate import PORT as GATE_PORT
 from litgpt_demo.storage.local import write_whole
 
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
             trouble = f"a node could not be started: {error}"
         finally:
             well = not trouble and all(process.poll() == 0 for process in nodes.values())
-            kill_tagged(JOB_TAG, submission["job_id"], grace=2 if well else 0)
+            kill_by_env_marker(JOB_TAG, submission["job_id"], grace=2 if well else 0)
         codes = {number: process.wait() for number, process in nodes.items()}
         outcome = result(codes, cancelled=bool(asked), trouble=trouble)
         write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})

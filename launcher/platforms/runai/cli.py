@@ -22,7 +22,7 @@ from launcher.job import UNBUILT
 from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from litgpt_demo import timeouts
-from litgpt_demo.errors import words_of
+from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import redacted
 
 SUBMIT = {
@@ -252,7 +252,7 @@ class Cli:
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         # Behind an error of the command line comes the usage, of a page and more (github.com/spf13/cobra: command.go).
         usage = next((number for number, line in enumerate(lines) if line.startswith("Usage:")), 0)
-        last = words_of(" ".join(lines[: usage or None][-3:]))
+        last = one_line(" ".join(lines[: usage or None][-3:]))
         told = f"{what} ended with {done.returncode}: {last or 'without a word'}"
         if _LOGIN.search(last):
             raise LoginProblem(told, fix=f"log in with `{self._settings.cli} login`, and run again")

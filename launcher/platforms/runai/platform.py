@@ -74,7 +74,7 @@ class RunaiPlatform:
         """Seconds that pods have to leave their reports and logs once the job as a whole has ended."""
         self.pauses: Sequence[float] = (2.0, 5.0, 10.0, 20.0)
         """Seconds to wait after each submission that was not answered, before a look at what became of it."""
-        self.give_up = 60.0
+        self.give_up_after = 60.0
         """Seconds after which nothing is submitted again, however long each answer was waited for."""
 
     def render(self, job: Job) -> Submission:
@@ -139,7 +139,7 @@ class RunaiPlatform:
         A name is taken once only, so that a workload that is made and not listed yet is not made twice.
         """
         unheard: PlatformUnreachable | None = None
-        give_up = time.monotonic() + self.give_up
+        give_up_at = time.monotonic() + self.give_up_after
         for pause in self.pauses:
             try:
                 if unheard is not None and self._api.phase(name) is not None:
@@ -148,7 +148,7 @@ class RunaiPlatform:
                 return
             except PlatformUnreachable as error:
                 unheard = error
-                if time.monotonic() + pause > give_up:
+                if time.monotonic() + pause > give_up_at:
                     break
                 time.sleep(pause)
             except PlatformRefused:  # or words like one's, or for want of the room that the unheard one has taken

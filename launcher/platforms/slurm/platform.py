@@ -35,7 +35,7 @@ from launcher.runs.diagnosis import exit_codes
 from litgpt_demo import timeouts
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json
-from litgpt_demo.errors import EXIT_CODES, Fault, Finding, Severity
+from litgpt_demo.errors import EXIT_CODES, FailureClass, Finding, Severity
 from litgpt_demo.storage import Storage, is_remote, open_storage
 from litgpt_demo.storage.private import make_private
 
@@ -53,9 +53,12 @@ _WORDS = {
 _STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
 
 _MEANS = {
-    "TIMEOUT": Fault.PREEMPTED, "PREEMPTED": Fault.PREEMPTED, "NODE_FAIL": Fault.NODE, "BOOT_FAIL": Fault.NODE,
-    "OUT_OF_MEMORY": Fault.OUT_OF_MEMORY,
-}  # fmt: skip
+    "TIMEOUT": FailureClass.PREEMPTED,
+    "PREEMPTED": FailureClass.PREEMPTED,
+    "NODE_FAIL": FailureClass.NODE,
+    "BOOT_FAIL": FailureClass.NODE,
+    "OUT_OF_MEMORY": FailureClass.OUT_OF_MEMORY,
+}
 """The class of an end that Slurm brought about, for nodes that could not say it themselves."""
 
 # https://slurm.schedmd.com/job_reason_codes.html; those that are not here are shown as they are.
@@ -313,7 +316,7 @@ class SlurmPlatform:
         elif state is JobState.SUCCEEDED and any(codes.values()):
             state = JobState.FAILED
         if blocked:
-            codes = {0: EXIT_CODES[Fault.USER]} | codes
+            codes = {0: EXIT_CODES[FailureClass.USER]} | codes
         if word in _MEANS:
             codes = dict.fromkeys(range(job.nodes), EXIT_CODES[_MEANS[word]]) | codes
         return JobStatus(
@@ -406,7 +409,7 @@ class SlurmPlatform:
         file = open_storage(job.directory).address(SUBMITTED)
         fix = f"run this as {record.user} on that cluster; where the job has surely ended, remove {file}"
         # One that has no number may be on its way to Slurm at this moment: who asks again sees it.
-        raise PlatformUnreachable(what, fix=fix, given_up=record.number is not None)
+        raise PlatformUnreachable(what, fix=fix, no_retry=record.number is not None)
 
     def _find(self, job: SlurmJob, record: SlurmSubmission | None, *, fresh: bool = False) -> _Row | None:
         """Return the job from the queue or else the accounts, of whatever user: by its number, else by its name. A

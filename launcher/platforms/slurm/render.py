@@ -12,7 +12,7 @@ from launcher.job import UNBUILT, Job, Submission
 from launcher.platforms.log_files import KeptJob
 from launcher.platforms.settings import asked
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import is_remote
 
 _WAIT = 120
@@ -131,7 +131,7 @@ _FAIL = f"""\
 fail() {{
   echo "error [slurm.$1] $2"
   scontrol update "jobid=$SLURM_JOB_ID" "comment=error [slurm.$1] $2 (on ${{SLURMD_NODENAME:-its first node}})"
-  exit {EXIT_CODES[Fault.USER]}
+  exit {EXIT_CODES[FailureClass.USER]}
 }}
 """
 
@@ -165,6 +165,6 @@ exec >> {folder}/node-0.log 2>&1"""
 
 # Where the run's folder is in a bucket: logs are copied there, and the node's own go with it. The signal is the ranks'.
 _IN_A_FOLDER_OF_ITS_OWN = (
-    f'trap : TERM; own=$(mktemp -d "${{TMPDIR:-/tmp}}/train-litgpt.XXXXXX") || exit {EXIT_CODES[Fault.NODE]}; '
+    f'trap : TERM; own=$(mktemp -d "${{TMPDIR:-/tmp}}/train-litgpt.XXXXXX") || exit {EXIT_CODES[FailureClass.NODE]}; '
     '"${@//@OWN@/$own}"; code=$?; rm -rf "$own"; exit "$code"'
 )

@@ -20,7 +20,7 @@ from litgpt_demo.data.corpus import Source
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import write_manifest
-from litgpt_demo.errors import EXIT_CODES, DataError, Fault, UserError
+from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, UserError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.runs import FINAL, METRICS
 from litgpt_demo.storage import open_storage
@@ -208,11 +208,11 @@ def test_a_config_that_cannot_work_is_refused_by_its_plan_in_words_and_by_class(
         assert (words in " ".join(f"{said.out} {said.err}".split()), said.code) == (True, code), (command, said)
 
     for changes, words in REFUSED:
-        require_refusal(words, EXIT_CODES[Fault.USER], "training.yaml", *changes.split(" | "))
+        require_refusal(words, EXIT_CODES[FailureClass.USER], "training.yaml", *changes.split(" | "))
     for changes, words in REFUSED_CORPORA:
-        require_refusal(words, EXIT_CODES[Fault.DATA], "training.yaml", *changes.split(" | "))
-    require_refusal("pi2.py is not a file", EXIT_CODES[Fault.USER], "script.yaml", "script=pi2.py")
-    require_refusal("there is no module pi2", EXIT_CODES[Fault.USER], "script.yaml", "script=-m pi2")
+        require_refusal(words, EXIT_CODES[FailureClass.DATA], "training.yaml", *changes.split(" | "))
+    require_refusal("pi2.py is not a file", EXIT_CODES[FailureClass.USER], "script.yaml", "script=pi2.py")
+    require_refusal("there is no module pi2", EXIT_CODES[FailureClass.USER], "script.yaml", "script=-m pi2")
     assert cli("plan", "training.yaml").code == cli("plan", "script.yaml", "script=-m pi").code == 0
     assert sorted(tmp_path.iterdir()) == before
 

@@ -16,7 +16,7 @@ from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, Platform
 from launcher.job import Job
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
-from litgpt_demo.errors import DataError, DiskFull, Fault, Finding, NetworkError, TrainLitgptError, Unreachable
+from litgpt_demo.errors import DataError, DiskFull, FailureClass, Finding, NetworkError, TrainLitgptError, Unreachable
 from litgpt_demo.storage.local import LocalStorage
 
 
@@ -151,7 +151,7 @@ def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
 
 def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong", "fix it")
-    assert data.fault is Fault.DATA
+    assert data.fault is FailureClass.DATA
     with pytest.raises(DataError, match="holds no text"):
         require([data])
     with pytest.raises(ConfigProblem) as caught:

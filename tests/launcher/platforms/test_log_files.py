@@ -5,7 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from bucket_faults import FOREVER, Fault, FaultyBucket
+from bucket_faults import FOREVER, FailureClass, FaultyBucket
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -75,9 +75,9 @@ def test_bytes_that_are_damaged_on_their_way_are_fetched_again_and_not_for_ever(
     proxy: FaultyBucket, bucket: Storage
 ) -> None:
     bucket.write("node-0.log", b"the first line\n")
-    proxy.arm(Fault(on="download", do="flip", times=2))
+    proxy.arm(FailureClass(on="download", do="flip", times=2))
     assert Follower(bucket).look() == ["the first line"]
-    proxy.arm(Fault(on="download", do="flip", times=FOREVER))
+    proxy.arm(FailureClass(on="download", do="flip", times=FOREVER))
     with pytest.raises(PlatformUnreachable, match=r"node-0\.log cannot be read"):
         Follower(bucket).look()
 

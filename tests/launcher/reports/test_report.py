@@ -24,7 +24,7 @@ from launcher.runs.run import trained_seconds
 from launcher.runs.waiting import readable
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.documents import FileRecord
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import COLUMNS, from_log_line, to_log_line
 
@@ -156,7 +156,12 @@ def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
 
 def test_a_verdict_is_a_page_whatever_a_node_wrote() -> None:
     verdict = Verdict(
-        fault=Fault.HANG, node=1, rank=3, evidence="Hung: ```\n<script>alert(1)</script>", logs="/runs/1", host="a|b"
+        fault=FailureClass.HANG,
+        node=1,
+        rank=3,
+        evidence="Hung: ```\n<script>alert(1)</script>",
+        logs="/runs/1",
+        host="a|b",
     )
     text = verdict_markdown(verdict)
     assert "| attempt.hang | hang on node 1, rank 3 |" in text

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import Action, NodeReport, Verdict, diagnose, node_reports
 from litgpt_demo.documents import Unreadable
-from litgpt_demo.errors import EXIT_CODES, JOB_FAULTS, Fault
+from litgpt_demo.errors import EXIT_CODES, JOB_FAILURE_CLASSES, FailureClass
 from litgpt_demo.storage import open_storage
 
 LOST_PEER = "RuntimeError: Connection closed by peer"
@@ -35,7 +35,7 @@ def rank(number: int, message: str = "", *, exit_code: int | None = 1, **more: A
     return {"rank": number, "exit_code": exit_code, "message": message, **more}
 
 
-def report(node: int, fault: Fault | None, *ranks: dict[str, Any], after: float = 0, **more: Any) -> NodeReport:
+def report(node: int, fault: FailureClass | None, *ranks: dict[str, Any], after: float = 0, **more: Any) -> NodeReport:
     """What a node writes of its end, `after` seconds after noon."""
     told = {"exit_code": 0 if fault is None else EXIT_CODES[fault], "fault": None if fault is None else fault.value}
     told |= {"node": node, "message": "", "ended": NOON + after, "ranks": ranks}
@@ -43,11 +43,11 @@ def report(node: int, fault: Fault | None, *ranks: dict[str, Any], after: float 
 
 
 def lost(node: int, *, after: float = 0) -> NodeReport:
-    return report(node, Fault.NETWORK, rank(node, LOST_PEER), after=after)
+    return report(node, FailureClass.NETWORK, rank(node, LOST_PEER), after=after)
 
 
 def hung(node: int, *, silent: float, **more: Any) -> NodeReport:
-    return report(node, Fault.HANG, rank(node, f"Hung: rank {node}", time=NOON - silent, **more))
+    return report(node, FailureClass.HANG, rank(node, f"Hung: rank {node}", time=NOON - silent, **more))
 
 
 def verdict(*reports: NodeReport, status: JobStatus | None = None) -> Verdict:
@@ -63,91 +63,104 @@ def culprit(*reports: NodeReport, status: JobStatus | None = None) -> tuple[Any,
 
 
 def test_a_victim_that_lost_its_peer_never_explains_the_peers_death() -> None:
-    for fault in {*JOB_FAULTS} - {Fault.NETWORK}:
+    for fault in {*JOB_FAILURE_CLASSES} - {FailureClass.NETWORK}:
         did = report(1, fault, rank(1, "what really happened"), after=0.6)
         found = verdict(lost(0, after=0.5), did, lost(2, after=0.4))
         assert (found.fault, found.node, found.rank, found.evidence) == (fault, 1, 1, "what really happened")
-    assert culprit(lost(0), lost(2))[0] is Fault.NETWORK
+    assert culprit(lost(0), lost(2))[0] is FailureClass.NETWORK
 
 
 def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
-    assert culprit(hung(0, silent=900), hung(1, silent=904), hung(2, silent=901)) == (Fault.HANG, 1, 1)
+    assert culprit(hung(0, silent=900), hung(1, silent=904), hung(2, silent=901)) == (FailureClass.HANG, 1, 1)
     # Its peers' stacks say that they wait; a stopped process explains those that went on when it did.
-    assert culprit(hung(0, silent=9, waits=True), hung(3, silent=1)) == (Fault.HANG, 3, 3)
-    assert culprit(hung(0, silent=9), hung(3, silent=1, held=True)) == (Fault.HANG, 3, 3)
+    assert culprit(hung(0, silent=9, waits=True), hung(3, silent=1)) == (FailureClass.HANG, 3, 3)
+    assert culprit(hung(0, silent=9), hung(3, silent=1, held=True)) == (FailureClass.HANG, 3, 3)
 
 
 def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lost_it() -> None:
     """A preemption is not counted: the machine that kills its job would get one attempt after the other."""
-    status = failed(node0=EXIT_CODES[Fault.NETWORK], node1=-9, node2=EXIT_CODES[Fault.PREEMPTED])
-    found = verdict(lost(0), report(2, Fault.PREEMPTED, after=6), status=status)
-    assert (found.fault, found.node, found.rank) == (Fault.NODE, 1, None)
+    status = failed(node0=EXIT_CODES[FailureClass.NETWORK], node1=-9, node2=EXIT_CODES[FailureClass.PREEMPTED])
+    found = verdict(lost(0), report(2, FailureClass.PREEMPTED, after=6), status=status)
+    assert (found.fault, found.node, found.rank) == (FailureClass.NODE, 1, None)
     assert found.evidence == "the node's process ended with signal 9"
-    status = failed(node0=EXIT_CODES[Fault.PREEMPTED], node1=-9)
-    assert culprit(report(0, Fault.PREEMPTED, after=5.5), status=status) == (Fault.NODE, 1, None)
+    status = failed(node0=EXIT_CODES[FailureClass.PREEMPTED], node1=-9)
+    assert culprit(report(0, FailureClass.PREEMPTED, after=5.5), status=status) == (FailureClass.NODE, 1, None)
 
 
 def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself() -> None:
-    for said in (Fault.PREEMPTED, Fault.NETWORK):
+    for said in (FailureClass.PREEMPTED, FailureClass.NETWORK):
         status = replace(failed(node0=45, node1=42), evictions={1: "low on memory"})
-        found = verdict(report(0, Fault.PREEMPTED, after=6), report(1, said, after=0.5), status=status)
-        assert (found.fault, found.node, found.action) == (Fault.OUT_OF_MEMORY, 1, Action.STOP)
+        found = verdict(report(0, FailureClass.PREEMPTED, after=6), report(1, said, after=0.5), status=status)
+        assert (found.fault, found.node, found.action) == (FailureClass.OUT_OF_MEMORY, 1, Action.STOP)
         assert found.evidence == "low on memory"
     both = replace(failed(node0=-9, node1=-9), evictions={1: "evicted by its kubelet"})
-    assert culprit(status=both) == (Fault.NODE, 1, None), "it comes before those that ended with it"
+    assert culprit(status=both) == (FailureClass.NODE, 1, None), "it comes before those that ended with it"
 
 
 def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_node() -> None:
-    for severe, mild in ((Fault.USER, Fault.OUT_OF_MEMORY), (Fault.DATA, Fault.NODE), (Fault.HANG, Fault.NODE)):
+    for severe, mild in (
+        (FailureClass.USER, FailureClass.OUT_OF_MEMORY),
+        (FailureClass.DATA, FailureClass.NODE),
+        (FailureClass.HANG, FailureClass.NODE),
+    ):
         assert culprit(report(0, mild), report(1, severe))[:2] == (severe, 1)
-    assert culprit(report(3, Fault.DATA), report(1, Fault.DATA))[:2] == (Fault.DATA, 1)
-    assert culprit(report(1, Fault.USER, rank(1, "NameError: 'lr'")), hung(0, silent=900)) == (Fault.USER, 1, 1)
+    assert culprit(report(3, FailureClass.DATA), report(1, FailureClass.DATA))[:2] == (FailureClass.DATA, 1)
+    assert culprit(report(1, FailureClass.USER, rank(1, "NameError: 'lr'")), hung(0, silent=900)) == (
+        FailureClass.USER,
+        1,
+        1,
+    )
 
 
 def test_the_evidence_is_the_words_of_the_culprit_with_its_traceback_unless_the_error_is_our_own() -> None:
     lines = ["Traceback (most recent call last):", "litgpt_demo.errors.DiskFull: /d is full"]
-    found = verdict(report(0, Fault.DISK_FULL, rank(0, "DiskFull: /d is full", traceback=lines)))
+    found = verdict(report(0, FailureClass.DISK_FULL, rank(0, "DiskFull: /d is full", traceback=lines)))
     assert found.evidence == "DiskFull: /d is full"
     lines = ["Traceback (most recent call last):", '  File "mine.py", line 3', "ValueError: no"]
-    found = verdict(report(0, Fault.UNKNOWN, rank(0, "ValueError: no", traceback=lines)))
+    found = verdict(report(0, FailureClass.UNKNOWN, rank(0, "ValueError: no", traceback=lines)))
     assert found.evidence.splitlines() == ["ValueError: no", *(f"    {line}" for line in lines)]
-    killed = report(1, Fault.NODE, rank(2, exit_code=-9), rank(3, LOST_PEER), message="killed by signal 9")
+    killed = report(1, FailureClass.NODE, rank(2, exit_code=-9), rank(3, LOST_PEER), message="killed by signal 9")
     assert verdict(killed).evidence == "killed by signal 9", "the words of the peer that lost it are no evidence"
-    assert verdict(report(0, Fault.HANG)).evidence == "ended with exit code 46"
+    assert verdict(report(0, FailureClass.HANG)).evidence == "ended with exit code 46"
 
 
 def test_broken_hardware_explains_even_an_error_of_the_program() -> None:
     lost = {"source": "kernel", "text": "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, GPU has fallen off the bus."}
     error = rank(0, "IndexError: index 4096 is out of bounds", step=30)
-    found = verdict(report(0, Fault.USER, error, traces=[lost], host="gke-a"))
-    assert (found.fault, found.machine, found.step) == (Fault.NODE, "gke-a", None)
+    found = verdict(report(0, FailureClass.USER, error, traces=[lost], host="gke-a"))
+    assert (found.fault, found.machine, found.step) == (FailureClass.NODE, "gke-a", None)
     by_program = lost | {"text": lost["text"].replace(" 79,", " 31,")}
-    assert verdict(report(0, Fault.USER, error, traces=[by_program])).fault is Fault.USER
+    assert verdict(report(0, FailureClass.USER, error, traces=[by_program])).fault is FailureClass.USER
 
 
 def test_a_gpu_that_stopped_says_at_which_step() -> None:
     error = rank(3, "torch.AcceleratorError: CUDA error: unspecified launch failure", step=417)
-    found = verdict(report(1, Fault.NODE, error, host="gke-b"), lost(0))
+    found = verdict(report(1, FailureClass.NODE, error, host="gke-b"), lost(0))
     assert (found.step, found.machine) == (417, "gke-b")
-    assert verdict(report(1, Fault.NODE, rank(3, "uncorrectable ECC error", step=417))).step is None
+    assert verdict(report(1, FailureClass.NODE, rank(3, "uncorrectable ECC error", step=417))).step is None
 
 
 def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_count() -> None:
     status = JobStatus(state=JobState.FAILED, native="supervisor lost")
     found = diagnose(status, (), [LogLine(0, f"line {number}") for number in range(40)], logs="/1")
-    assert (found.fault, found.node, found.action) == (Fault.NODE, None, Action.RESTART)
+    assert (found.fault, found.node, found.action) == (FailureClass.NODE, None, Action.RESTART)
     last = [f"[node 0] line {number}" for number in range(25, 40)]
     assert found.evidence.splitlines() == ["supervisor lost; last lines:", *last]
     words = "its nodes left neither a report of a failure nor a line of log"
     assert diagnose(status, [report(0, None)], (), logs="/1").evidence == f"supervisor lost; {words}"
-    for code, fault in ((EXIT_CODES[Fault.DATA], Fault.DATA), (2, Fault.USER), (-9, Fault.NODE), (137, Fault.UNKNOWN)):
+    for code, fault in (
+        (EXIT_CODES[FailureClass.DATA], FailureClass.DATA),
+        (2, FailureClass.USER),
+        (-9, FailureClass.NODE),
+        (137, FailureClass.UNKNOWN),
+    ):
         assert culprit(status=failed(node4=code)) == (fault, 4, None)
-    assert verdict(status=replace(status, native="[Errno 28] No space left on device")).fault is Fault.DISK_FULL
+    assert verdict(status=replace(status, native="[Errno 28] No space left on device")).fault is FailureClass.DISK_FULL
 
 
 def test_a_verdict_has_bounded_evidence() -> None:
     long = rank(0, "x" * 100_000, traceback=["y" * 100_000] * 1000)
-    found = verdict(report(1, Fault.HANG, long, host="gke-pool-1"))
+    found = verdict(report(1, FailureClass.HANG, long, host="gke-pool-1"))
     assert found.lines == ("x" * 1000, *["    " + "y" * 996] * 59)
 
 
@@ -160,14 +173,14 @@ def end_of(node: int, how: str) -> NodeReport | None:
     """The report that a node leaves of such an end; None where it leaves none."""
     return {
         "lost its peer": lost(node, after=1),
-        "waited": report(node, Fault.HANG, rank(node, "Timed out waiting 6000ms", waits=True)),
-        "was asked to leave": report(node, Fault.PREEMPTED, after=60, asked=NOON + 30),
+        "waited": report(node, FailureClass.HANG, rank(node, "Timed out waiting 6000ms", waits=True)),
+        "was asked to leave": report(node, FailureClass.PREEMPTED, after=60, asked=NOON + 30),
         "ended well": report(node, None),
-        "process killed": report(node, Fault.NODE, rank(node, exit_code=-9), after=1),
+        "process killed": report(node, FailureClass.NODE, rank(node, exit_code=-9), after=1),
         "hung": hung(node, silent=0),
-        "out of memory": report(node, Fault.OUT_OF_MEMORY, rank(node, "OutOfMemoryError: 3 GB")),
-        "wrong": report(node, Fault.USER, rank(node, "ValueError: 3")),
-        "preempted": report(node, Fault.PREEMPTED, asked=NOON),
+        "out of memory": report(node, FailureClass.OUT_OF_MEMORY, rank(node, "OutOfMemoryError: 3 GB")),
+        "wrong": report(node, FailureClass.USER, rank(node, "ValueError: 3")),
+        "preempted": report(node, FailureClass.PREEMPTED, asked=NOON),
     }.get(how)
 
 
@@ -200,7 +213,7 @@ def test_the_one_machine_that_the_others_lost_is_to_blame() -> None:
         assert "machine: m1" in str(found)
     assert judged(["terminated", "killed", "terminated"], [0, 1, 2]).machine == "m1"
     for host in ("Workstation", "a b", "a" * 64, "{evil}"):  # what can be no label cannot be avoided
-        assert verdict(report(0, Fault.NODE, rank(0), host=host), status=failed(node0=43)).machine == ""
+        assert verdict(report(0, FailureClass.NODE, rank(0), host=host), status=failed(node0=43)).machine == ""
 
 
 @pytest.mark.parametrize(
@@ -208,8 +221,8 @@ def test_the_one_machine_that_the_others_lost_is_to_blame() -> None:
     [
         '{"node":0,"fault":null,"message":"","ended":1,"exit_code":1' + "0" * 5000 + "}",
         '{"node":0,"exit_code":1,"fault":null,"ended":1,"message":"\\ud800"}',
-        report(1, Fault.NODE).model_dump_json(),
-        json.dumps(report(0, Fault.NODE).model_dump(mode="json") | {"message": "x" * 9_000_000}),
+        report(1, FailureClass.NODE).model_dump_json(),
+        json.dumps(report(0, FailureClass.NODE).model_dump(mode="json") | {"message": "x" * 9_000_000}),
     ],
     ids=["digits", "half a surrogate pair", "another node's", "9 MB"],
 )

@@ -16,7 +16,7 @@ from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, machine_below, this_machine
 from launcher.runs.listing import find, leftovers, run_rows
-from litgpt_demo.errors import DataError, Fault
+from litgpt_demo.errors import DataError, FailureClass
 
 RUN = "gpt-0123456789"
 ENDED = JobStatus(state=JobState.FAILED, native="node 1 ended with 43")
@@ -32,7 +32,7 @@ def record(run: str = RUN, attempt: int = 1, *, user: str = "ada", created: floa
 
 
 def verdict(number: int = 1, flow_run: str = "mine") -> AttemptVerdict:
-    return AttemptVerdict(attempt=number, fault=Fault.NODE, before=0, after=number, flow_run=flow_run)
+    return AttemptVerdict(attempt=number, fault=FailureClass.NODE, before=0, after=number, flow_run=flow_run)
 
 
 @pytest.fixture

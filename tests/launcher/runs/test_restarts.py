@@ -12,11 +12,11 @@ from launcher.runs.diagnosis import RESTARTED, Action, Verdict
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
 from launcher.runs.restarts import Budget, blamed, without_machine
 from litgpt_demo.config import RestartSettings
-from litgpt_demo.errors import JOB_FAULTS, Fault
+from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
 
-Ending = tuple[Fault, bool]
+Ending = tuple[FailureClass, bool]
 """How an attempt ended, and whether it committed a new checkpoint."""
-COUNTED = [fault for fault in JOB_FAULTS if fault in RESTARTED]
+COUNTED = [fault for fault in JOB_FAILURE_CLASSES if fault in RESTARTED]
 
 
 def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts: Any) -> float | None:
@@ -34,17 +34,17 @@ def goes_on(*endings: Ending, **given: Any) -> bool:
 
 
 def test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_gets_on() -> None:
-    for fault in (Fault.PREEMPTED, Fault.NODE, Fault.NETWORK):
+    for fault in (FailureClass.PREEMPTED, FailureClass.NODE, FailureClass.NETWORK):
         assert (after(*[(fault, True)] * 500) or 0) >= 5, "what costs nothing must not come back at once"
 
 
 def test_who_allows_no_new_attempt_gets_none_unless_a_machine_was_only_taken_away() -> None:
-    for fault in (Fault.NODE, Fault.NETWORK):
+    for fault in (FailureClass.NODE, FailureClass.NETWORK):
         assert not goes_on((fault, True), max_restarts=0)
         assert not goes_on((fault, True), max_restarts=9, **{fault.replace(" ", "_"): 0})
-    assert goes_on(*[(Fault.PREEMPTED, True)] * 500, max_restarts=0)
-    assert not goes_on((Fault.PREEMPTED, True), max_restarts=9, preempted=0)
-    before_the_newest = AttemptVerdict(attempt=3, fault=Fault.PREEMPTED, before=100, after=90)
+    assert goes_on(*[(FailureClass.PREEMPTED, True)] * 500, max_restarts=0)
+    assert not goes_on((FailureClass.PREEMPTED, True), max_restarts=9, preempted=0)
+    before_the_newest = AttemptVerdict(attempt=3, fault=FailureClass.PREEMPTED, before=100, after=90)
     again = Budget(run="owt", max_restarts=0).after([before_the_newest])
     assert again.wait is None, "training again what was trained before is no progress"
 
@@ -59,29 +59,31 @@ def test_each_class_has_a_budget_of_its_own() -> None:
 
 
 def test_what_comes_back_is_not_tried_again_unless_its_class_is_given_a_budget() -> None:
-    assert not any(goes_on((fault, True), max_restarts=9) for fault in {*JOB_FAULTS} - {*COUNTED})
-    assert goes_on((Fault.OUT_OF_MEMORY, False), max_restarts=0, out_of_memory=1)
+    assert not any(goes_on((fault, True), max_restarts=9) for fault in {*JOB_FAILURE_CLASSES} - {*COUNTED})
+    assert goes_on((FailureClass.OUT_OF_MEMORY, False), max_restarts=0, out_of_memory=1)
     with pytest.raises(ValidationError, match="user_error"):
         RestartSettings.model_validate({"user_error": 1})
 
 
 def test_a_new_checkpoint_clears_the_counts_of_the_classes_that_forgive() -> None:
-    idle, busy = (Fault.PREEMPTED, False), (Fault.NODE, True)
-    assert not goes_on(*[(Fault.HANG, True)] * 3, max_restarts=2), "a hang is counted however far the attempt got"
+    idle, busy = (FailureClass.PREEMPTED, False), (FailureClass.NODE, True)
+    assert not goes_on(*[(FailureClass.HANG, True)] * 3, max_restarts=2), (
+        "a hang is counted however far the attempt got"
+    )
     assert goes_on(*[idle, busy] * 50, idle)
-    assert not goes_on((Fault.HANG, False), busy, (Fault.HANG, False))
+    assert not goes_on((FailureClass.HANG, False), busy, (FailureClass.HANG, False))
     assert not goes_on(busy, busy, node_fault={"forgive": False})
 
 
 def test_who_starts_a_run_again_after_its_budget_was_used_up_has_a_new_one() -> None:
-    broken = (Fault.NODE, False)
+    broken = (FailureClass.NODE, False)
     assert not goes_on(broken, broken)
     assert goes_on(broken, broken, broken)
-    assert goes_on((Fault.USER, False), broken)
+    assert goes_on((FailureClass.USER, False), broken)
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(JOB_FAULTS), st.booleans()), min_size=1, max_size=40),
+    st.lists(st.tuples(st.sampled_from(JOB_FAILURE_CLASSES), st.booleans()), min_size=1, max_size=40),
     st.integers(min_value=0, max_value=5),
 )
 def test_no_more_than_the_budgets_follow_in_a_row_without_progress(endings: list[Ending], max_restarts: int) -> None:
@@ -94,24 +96,24 @@ def test_no_more_than_the_budgets_follow_in_a_row_without_progress(endings: list
 
 
 def test_the_wait_doubles_up_to_its_cap_and_ends_with_the_first_progress() -> None:
-    endings = [(Fault.PREEMPTED, False)] * 12
+    endings = [(FailureClass.PREEMPTED, False)] * 12
     waits = [after(*endings[:count], max_restarts=99) or 0 for count in range(1, 13)]
     nominal = [5, 10, 20, 40, 80, 160, 320, 600, 600, 600, 600, 600]
     assert all(0.75 * whole <= wait <= whole for wait, whole in zip(waits, nominal, strict=True))
     assert all(later > earlier for earlier, later in pairwise(waits[:7]))
-    assert after(*endings, (Fault.PREEMPTED, True), max_restarts=99) == 5
+    assert after(*endings, (FailureClass.PREEMPTED, True), max_restarts=99) == 5
 
 
 def test_progress_begins_the_doubling_of_the_wait_again() -> None:
-    idle, busy = (Fault.PREEMPTED, False), (Fault.PREEMPTED, True)
+    idle, busy = (FailureClass.PREEMPTED, False), (FailureClass.PREEMPTED, True)
     assert after(*[idle] * 6, busy, idle, max_restarts=99) == pytest.approx(5, rel=0.25)
-    assert after(*[idle] * 6, (Fault.HANG, True), max_restarts=99) == 0, "a hang that got on is repeated at once"
+    assert after(*[idle] * 6, (FailureClass.HANG, True), max_restarts=99) == 0, "a hang that got on is repeated at once"
 
 
 @given(st.integers(min_value=1, max_value=300), st.text())
 def test_a_wait_is_never_longer_than_its_cap_and_no_two_runs_come_back_together(idle: int, run: str) -> None:
     wait, again, other = (
-        after(*[(Fault.NODE, False)] * idle, max_restarts=1000, run=name, longest_wait=60)
+        after(*[(FailureClass.NODE, False)] * idle, max_restarts=1000, run=name, longest_wait=60)
         for name in (run, run, f"{run}!")
     )
     assert wait == again != other
@@ -120,22 +122,24 @@ def test_a_wait_is_never_longer_than_its_cap_and_no_two_runs_come_back_together(
 
 def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
     def ended(machine: str, step: int | None, *earlier: AttemptVerdict) -> Verdict:
-        verdict = Verdict(fault=Fault.NODE, evidence="illegal memory access", host=machine, clear=True, step=step)
+        verdict = Verdict(
+            fault=FailureClass.NODE, evidence="illegal memory access", host=machine, clear=True, step=step
+        )
         return without_machine(verdict, earlier)
 
-    first = AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=400, machine="gke-a", step=417)
+    first = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=400, machine="gke-a", step=417)
     found = ended("gke-b", 418, first)
-    assert (found.fault, found.action, found.machine) == (Fault.USER, Action.STOP, "")
+    assert (found.fault, found.action, found.machine) == (FailureClass.USER, Action.STOP, "")
     assert "attempt 1 ended so at step 417 on the machine gke-a, and this one at step 418 on gke-b" in found.evidence
     assert [
         ended(machine, step, first).fault for machine, step in (("gke-b", 431), ("gke-a", 417), ("", 417), ("b", None))
-    ] == [Fault.NODE] * 4
-    assert ended("gke-b", 417, first.model_copy(update={"step": None})).fault is Fault.NODE
+    ] == [FailureClass.NODE] * 4
+    assert ended("gke-b", 417, first.model_copy(update={"step": None})).fault is FailureClass.NODE
 
 
 def test_a_machine_is_avoided_after_it_was_blamed_twice() -> None:
     def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:
-        one = AttemptVerdict(attempt=1, fault=Fault.NODE, before=0, after=0)
+        one = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=0)
         return blamed([one.model_copy(update={"machine": machine}) for machine in machines], times=times)
 
     assert avoided("gke-a", "gke-b") == ()

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from bucket_faults import FOREVER, Fault, FaultyBucket
+from bucket_faults import FOREVER, FailureClass, FaultyBucket
 from corpora import (
     FORMATS,
     as_jsonl,
@@ -135,7 +135,7 @@ def test_where_room_is_short_no_more_of_a_remote_corpus_lies_here_than_the_worke
 def test_a_bucket_that_refuses_at_once_or_half_way_holds_nothing_that_looks_finished_and_is_gone_on_with(
     proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], kind: Any, skip: int
 ) -> None:
-    proxy.arm(Fault(on=kind, do="refuse", status=403, times=FOREVER, skip=skip))
+    proxy.arm(FailureClass(on=kind, do="refuse", status=403, times=FOREVER, skip=skip))
     with cut_into(400), pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
         prepare(planned, bucket, each=in_threads(2))
     proxy.arm()

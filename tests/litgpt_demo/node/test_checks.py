@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from litgpt_demo.errors import Fault, UserError
+from litgpt_demo.errors import FailureClass, UserError
 from litgpt_demo.node import gpu
 from litgpt_demo.node.checks import (
     check_daemon,
@@ -31,7 +31,11 @@ def test_missing_interfaces_and_those_that_are_down_are_named(tmp_path: Path) ->
         folder.mkdir(parents=True)
         (folder / "operstate").write_text(f"{state}\n")
     missing, down = check_interfaces(NodeNetwork(interfaces=("lo", "eth0", "eth1", "eth2")), tmp_path)
-    assert (missing.fault, missing.code, "eth2 are missing" in missing.what) == (Fault.NODE, "network.interfaces", True)
+    assert (missing.fault, missing.code, "eth2 are missing" in missing.what) == (
+        FailureClass.NODE,
+        "network.interfaces",
+        True,
+    )
     assert (down.code, "eth1 is down" in down.what) == ("network.interface-down", True)
 
 
@@ -90,9 +94,9 @@ def test_ranks_are_kept_to_the_cores_that_the_network_leaves_them() -> None:
     assert cores_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
     program = """
 import os
-from litgpt_demo.node.checks import keep_to
+from litgpt_demo.node.checks import pin_cpus
 mine = min(os.sched_getaffinity(0))
-print(*keep_to(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, next(keep_to("4000-4095")).severity)
+print(*pin_cpus(f"{mine},4000-4095"), os.sched_getaffinity(0) == {mine}, next(pin_cpus("4000-4095")).severity)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "warning"]
@@ -133,7 +137,7 @@ def test_an_nccl_that_fails_or_is_unknown_is_refused(
 ) -> None:
     assert list(check_nccl(tcpx(tmp_path), seen(nccl="2.19.3"))) == []
     (found,) = check_nccl(tcpx(tmp_path, allow_unqualified=allowed), seen(nccl=version))
-    assert (found.severity, found.fault, found.code) == (severity, Fault.USER, code)
+    assert (found.severity, found.fault, found.code) == (severity, FailureClass.USER, code)
 
 
 def test_a_plugin_that_is_not_there_and_another_one_that_comes_first_are_named(tmp_path: Path) -> None:
@@ -145,7 +149,7 @@ def test_a_plugin_that_is_not_there_and_another_one_that_comes_first_are_named(t
     (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{other}:{plugin}"})
     assert f"NCCL would load {other}/libnccl-net.so, which is not the tcpx plug-in of {plugin}" in found.what
     (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
-    assert (found.fault, found.code) == (Fault.NODE, "nccl.plugin")
+    assert (found.fault, found.code) == (FailureClass.NODE, "nccl.plugin")
 
 
 GIB = NodeNetwork(name="gib", nccl_net="gIB")
@@ -164,7 +168,10 @@ def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, caps
     assert use.look(steps=5) is None
     rank_printed(tmp_path, 1, "NET/Plugin: Could not find: libnccl-net.so.", "Using network Socket")
     found = use.look()
-    assert (found.fault, "NCCL uses Socket, not gIB (platform.network=gib)" in found.message) == (Fault.NODE, True)
+    assert (found.fault, "NCCL uses Socket, not gIB (platform.network=gib)" in found.message) == (
+        FailureClass.NODE,
+        True,
+    )
     assert any("Could not find: libnccl-net.so" in line for line in found.traceback)
     assert NetworkUse(NodeNetwork(), tmp_path, nodes=2).look(steps=1) is None
     assert NetworkUse(GIB, tmp_path, nodes=1).look(steps=1) is None
@@ -215,7 +222,7 @@ def test_what_the_driver_says_against_gpus_is_told(tmp_path: Path, told: dict[st
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", **told}
     troubles = list(check_gpus(EIGHT, environ, root=tmp_path))
     assert {trouble.code: trouble.what for trouble in troubles} == found
-    assert all(trouble.fault is Fault.NODE for trouble in troubles)
+    assert all(trouble.fault is FailureClass.NODE for trouble in troubles)
     assert list(check_gpus(NodeNetwork(), environ, root=tmp_path)) == []  # a node without GPUs is not asked
 
 
@@ -227,14 +234,14 @@ NONE_THERE = "No CUDA GPUs are available"
 @pytest.mark.parametrize(
     ("torch", "environ", "fault", "fix"),
     [
-        (seen(error=TOO_OLD), {}, Fault.NODE, "CUDA 13 needs driver 580.65.06 or newer"),
-        (seen(cuda=None), {}, Fault.USER, "install a CUDA build of torch"),
-        (seen(error=NONE_THERE), {VISIBLE: "9"}, Fault.USER, f"leave {VISIBLE} out"),
-        (seen(error=NONE_THERE), {}, Fault.NODE, "exclude this node"),
+        (seen(error=TOO_OLD), {}, FailureClass.NODE, "CUDA 13 needs driver 580.65.06 or newer"),
+        (seen(cuda=None), {}, FailureClass.USER, "install a CUDA build of torch"),
+        (seen(error=NONE_THERE), {VISIBLE: "9"}, FailureClass.USER, f"leave {VISIBLE} out"),
+        (seen(error=NONE_THERE), {}, FailureClass.NODE, "exclude this node"),
     ],
 )
 def test_gpus_that_torch_cannot_use_end_the_job(
-    torch: TorchSeen, environ: dict[str, str], fault: Fault, fix: str
+    torch: TorchSeen, environ: dict[str, str], fault: FailureClass, fix: str
 ) -> None:
     (found,) = check_used(EIGHT, torch, environ, processes=8)
     assert (found.severity, found.code, found.fault) == ("error", "gpu.unused", fault)
@@ -245,6 +252,6 @@ def test_every_rank_has_a_gpu_that_torch_can_use() -> None:
     assert list(check_used(EIGHT, seen(gpus=8), {}, processes=8)) == []
     assert list(check_used(EIGHT, seen(gpus=2), {VISIBLE: "0,1"}, processes=2)) == []
     (found,) = check_used(EIGHT, seen(gpus=1), {VISIBLE: "0"}, processes=2)
-    assert (found.code, found.fault) == ("gpu.visible", Fault.USER)
+    assert (found.code, found.fault) == ("gpu.visible", FailureClass.USER)
     (found,) = check_used(EIGHT, seen(gpus=7), {}, processes=8)
-    assert (found.code, found.fault) == ("gpu.visible", Fault.NODE)
+    assert (found.code, found.fault) == ("gpu.visible", FailureClass.NODE)

@@ -11,7 +11,7 @@ from pathlib import Path
 from nodes import ended_nodes, report_of
 from waiting import until
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats, started
 
 
@@ -65,7 +65,7 @@ def test_a_rank_that_fails_leaves_the_step_at_which_it_did(tmp_path: Path) -> No
     (tmp_path / "failing.py").write_text(FAILING)
     [code], _ = ended_nodes(tmp_path / "attempt", str(tmp_path / "failing.py"))
     told = report_of(tmp_path / "attempt")
-    assert (code, told["fault"]) == (Fault.NODE.exit_code, Fault.NODE)
+    assert (code, told["fault"]) == (FailureClass.NODE.exit_code, FailureClass.NODE)
     assert [one["step"] for one in told["ranks"]] == [417]
 
 

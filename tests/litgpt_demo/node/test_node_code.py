@@ -14,7 +14,7 @@ import pytest
 from nodes import ended_nodes, report_of, started_nodes
 from waiting import until
 
-from litgpt_demo.errors import DataError, Fault, RankFailure
+from litgpt_demo.errors import DataError, FailureClass, RankFailure
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import code
 from litgpt_demo.node.agent import Ending, fault_of, tagged
@@ -128,7 +128,7 @@ def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_fa
     assert len(list(kept.glob("node-0/ranks/*/attempt_0/*/stdout.log"))) == 2
     told = report_of(kept)
     assert told == report_of(directory)
-    assert [(rank["rank"], rank["bystander"]) for rank in told["ranks"]] == [(1, False), (0, True)]
+    assert [(rank["rank"], rank["secondary"]) for rank in told["ranks"]] == [(1, False), (0, True)]
     assert not (directory / "node-0" / "data").exists()
     assert not (directory / "node-0" / "code").exists()
 
@@ -179,16 +179,16 @@ LOST_PEER = failure(1, "RuntimeError: Connection closed by peer")
     ("expected", "exit_code", "asked", "failures", "agent", "oom"),
     [
         (None, 0, 99.0, (), None, False),
-        (Fault.DATA, 1, 99.0, (failure(41),), None, True),
-        (Fault.OUT_OF_MEMORY, 1, None, (failure(-9),), None, True),
-        (Fault.PREEMPTED, 1, 99.0, (LOST_PEER,), None, False),
-        (Fault.NETWORK, 1, 101.0, (LOST_PEER,), None, False),
-        (Fault.NETWORK, 1, None, (), "RendezvousTimeoutError: nobody came", False),
+        (FailureClass.DATA, 1, 99.0, (failure(41),), None, True),
+        (FailureClass.OUT_OF_MEMORY, 1, None, (failure(-9),), None, True),
+        (FailureClass.PREEMPTED, 1, 99.0, (LOST_PEER,), None, False),
+        (FailureClass.NETWORK, 1, 101.0, (LOST_PEER,), None, False),
+        (FailureClass.NETWORK, 1, None, (), "RendezvousTimeoutError: nobody came", False),
     ],
 )
 def test_the_node_ends_with_the_class_of_what_happened_first(
-    expected: Fault | None, exit_code: int, asked: float | None, failures: tuple[RankFailure, ...], agent: str | None,
-    oom: bool,
+    expected: FailureClass | None, exit_code: int, asked: float | None, failures: tuple[RankFailure, ...],
+    agent: str | None, oom: bool,
 ) -> None:  # fmt: skip
     ending = Ending(exit_code=exit_code, asked=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom)
     assert fault_of(ending) is expected
@@ -213,7 +213,7 @@ def test_a_node_asked_to_leave_lets_its_ranks_save(tmp_path: Path) -> None:
         node.communicate()
     assert (tmp_path / "saved").exists()
     assert node.returncode == 45
-    assert report_of(tmp_path / "d")["fault"] == Fault.PREEMPTED
+    assert report_of(tmp_path / "d")["fault"] == FailureClass.PREEMPTED
     assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.errors import Fault, NodeError, UserError
+from litgpt_demo.errors import FailureClass, NodeError, UserError
 from litgpt_demo.node.environment import find_cards, of_network, rdma, require_executable_cache, sourced
 from litgpt_demo.node.network import NetworkUse, NodeNetwork
 
@@ -152,7 +152,7 @@ def test_traffic_beside_the_cards_ports_ends_the_run(
     assert use.look(steps=2, sends=400 * MB) is None, "one step may have been half done"
     told = use.look(steps=3, sends=400 * MB)
     assert (told is not None) is stopped
-    assert told is None or (told.fault is Fault.NODE and "the ranks do not send by RDMA" in told.message)
+    assert told is None or (told.fault is FailureClass.NODE and "the ranks do not send by RDMA" in told.message)
 
 
 def test_a_checkpoint_fetched_before_the_first_step_ends_no_run(use: NetworkUse, tmp_path: Path) -> None:

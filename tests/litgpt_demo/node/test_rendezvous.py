@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from litgpt_demo.errors import Fault, UserError
+from litgpt_demo.errors import FailureClass, UserError
 from litgpt_demo.node.rendezvous import SPEC, contradictions, pack, parse, plain, unpack
 
 CALL = "--nodes 2 --node-rank 1 --processes 4 --master 10.0.0.5:29500 --run-id r-1 --directory /d"
@@ -66,7 +66,7 @@ def test_rank_and_peers_are_learnt_from_what_the_platform_sets(environ: dict[str
 def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], severity: str) -> None:
     argv = f"{CALL} -- x.py".replace("--nodes 2 --node-rank 1 --processes 4", "--nodes 4 --node-rank 2 --processes 8")
     (found,) = contradictions(parse(argv.split(), {}), environ)
-    assert (found.severity, found.fault, found.code) == (severity, Fault.USER, "node.contradiction")
+    assert (found.severity, found.fault, found.code) == (severity, FailureClass.USER, "node.contradiction")
 
 
 def runai(rank: int, nodes: int, gpus: int | None) -> dict[str, str]:

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, PContext, SignalException
 from torch.distributed.elastic.utils.api import macros
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.node import torchrun
 from litgpt_demo.node.agent import torchrun_command
 from litgpt_demo.node.evidence import RECORDER, gather, kernel_lines, read_failures, recorded
@@ -43,9 +43,9 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
     rank_folder(tmp_path, 0)
     told(tmp_path, {"local_rank": 1, "exit_code": 1, "time": 5}, {"local_rank": 0, "exit_code": -15, "time": 6})
     peer, cause = read_failures(tmp_path)[0]
-    assert (cause.local_rank, cause.exit_code, cause.fault) == (1, 1, Fault.DATA)
+    assert (cause.local_rank, cause.exit_code, cause.fault) == (1, 1, FailureClass.DATA)
     assert cause.traceback[-1] == "DataError: train.bin is cut off"
-    assert (peer.local_rank, peer.exit_code, peer.time, peer.bystander) == (0, -15, 6, True)
+    assert (peer.local_rank, peer.exit_code, peer.time, peer.secondary) == (0, -15, 6, True)
 
 
 def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
         (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
     told(tmp_path, *({"local_rank": rank, "exit_code": 1, "time": 5} for rank in (0, 1)))
     assert [(one.message, one.fault) for one in read_failures(tmp_path)[0]] == [
-        ("", Fault.UNKNOWN), ("RuntimeError: Connection closed by peer", Fault.NETWORK),
+        ("", FailureClass.UNKNOWN), ("RuntimeError: Connection closed by peer", FailureClass.NETWORK),
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from bucket_faults import FOREVER, Fault, FaultyBucket
+from bucket_faults import FOREVER, FailureClass, FaultyBucket
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -228,7 +228,7 @@ def test_every_verb_survives_a_fault(
     bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path, do: Any, size: int
 ) -> None:
     def spoilt(on: Any, do: Any = do) -> BucketStorage:
-        proxy.arm(Fault(on=on, do=do))
+        proxy.arm(FailureClass(on=on, do=do))
         return bucket
 
     data = os.urandom(size)
@@ -250,7 +250,10 @@ def test_bytes_that_stay_wrong_are_an_error_and_never_show(
 ) -> None:
     bucket.write("state", b"old")
     (tmp_path / "old").write_bytes(b"good")
-    proxy.arm(Fault(on="upload", do="flip request", times=FOREVER), Fault(on="download", do="flip", times=FOREVER))
+    proxy.arm(
+        FailureClass(on="upload", do="flip request", times=FOREVER),
+        FailureClass(on="download", do="flip", times=FOREVER),
+    )
     for verb in (
         bucket.read,
         lambda path: bucket.write(path, os.urandom(SMALL)),
@@ -265,7 +268,9 @@ def test_bytes_that_stay_wrong_are_an_error_and_never_show(
 
 def test_a_late_request_does_not_touch_a_newer_object(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     bucket.write("metrics.jsonl", b"1\n")
-    proxy.arm(Fault(on="upload", do="hold"), Fault(on="delete", do="hold"))  # never answered, so sent again
+    proxy.arm(
+        FailureClass(on="upload", do="hold"), FailureClass(on="delete", do="hold")
+    )  # never answered, so sent again
     bucket.write("metrics.jsonl", b"1\n2\n")
     bucket.remove("metrics.jsonl")
     bucket.write("metrics.jsonl", b"1\n2\n3\n")
@@ -275,10 +280,10 @@ def test_a_late_request_does_not_touch_a_newer_object(bucket: BucketStorage, pro
 
 def test_of_two_creators_exactly_the_one_that_came_first_wins(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     theirs = partial(bucket.create, "attempt.json", b"theirs")
-    proxy.arm(Fault(on="upload", do="overtake", meanwhile=theirs))
+    proxy.arm(FailureClass(on="upload", do="overtake", meanwhile=theirs))
     assert not bucket.create("attempt.json", b"mine")
     assert theirs(), "it is there already"
-    proxy.arm(Fault(on="upload", do="lose"))
+    proxy.arm(FailureClass(on="upload", do="lose"))
     assert bucket.create("claim", b"mine"), "though the answer was lost"
 
 
@@ -287,7 +292,7 @@ def test_a_manifest_that_another_replaces_meanwhile_is_written_read_and_removed_
 ) -> None:
     def overtaken(on: Any) -> BucketStorage:
         bucket.write("run/manifest.json", b"a longer first one")
-        proxy.arm(Fault(on=on, do="overtake", meanwhile=lambda: bucket.write("run/manifest.json", b"theirs")))
+        proxy.arm(FailureClass(on=on, do="overtake", meanwhile=lambda: bucket.write("run/manifest.json", b"theirs")))
         return bucket
 
     assert overtaken("upload").write("run/manifest.json", b"mine") == bucket.stat("run/manifest.json")
@@ -300,7 +305,7 @@ def test_a_manifest_that_another_replaces_meanwhile_is_written_read_and_removed_
 def test_a_bucket_that_does_not_answer_is_a_network_fault(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     hasty = replace(bucket, patience=0.1)
     bucket.write("state", b"x")
-    proxy.arm(*[Fault(on=on, do="refuse", times=FOREVER) for on in ("look", "upload", "download", "delete")])
+    proxy.arm(*[FailureClass(on=on, do="refuse", times=FOREVER) for on in ("look", "upload", "download", "delete")])
     for verb in (hasty.read, hasty.list, hasty.remove, lambda path: hasty.create(path, b"y")):
         with pytest.raises(NetworkError, match=hasty.root):
             verb("state")
@@ -309,7 +314,7 @@ def test_a_bucket_that_does_not_answer_is_a_network_fault(bucket: BucketStorage,
 def test_an_interrupted_removal_has_taken_the_manifest(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     for path in ("step-1/a.distcp", "step-1/manifest.json", "step-1/z.distcp"):
         bucket.write(path, b"x")
-    proxy.arm(Fault(on="delete", do="refuse", skip=1, times=FOREVER))
+    proxy.arm(FailureClass(on="delete", do="refuse", skip=1, times=FOREVER))
     with pytest.raises(NetworkError):
         replace(bucket, patience=0.1).remove("step-1")
     assert bucket.list() == ["step-1/a.distcp", "step-1/z.distcp"]
@@ -322,7 +327,7 @@ def test_a_bucket_that_is_not_there_or_refuses_is_named_with_the_command_that_he
     for ask in (missing.list, missing.read, missing.remove, lambda path: missing.write(path, b"x")):
         with pytest.raises(UserError, match=r"no bucket 'no-such-bucket'.*buckets create gs://no-such-bucket"):
             ask("x")
-    proxy.arm(*(Fault(on=on, do="refuse", status=403, times=FOREVER) for on in ("look", "upload")))
+    proxy.arm(*(FailureClass(on=on, do="refuse", status=403, times=FOREVER) for on in ("look", "upload")))
     for verb, role in ((lambda: bucket.read("state"), "Viewer"), (lambda: bucket.create("state", b"x"), "User")):
         with pytest.raises(UserError, match=rf"{proxy.bucket} refused.*role=roles/storage\.object{role}"):
             verb()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bucket_faults import FOREVER, Fault, FaultyBucket
+from bucket_faults import FOREVER, FailureClass, FaultyBucket
 from waiting import until
 
 from litgpt_demo.errors import DataError, NetworkError
@@ -63,7 +63,7 @@ def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
     storage: BucketStorage, proxy: FaultyBucket
 ) -> None:
     kinds: tuple[Any, ...] = ("look", "upload", "begin")
-    proxy.arm(*(Fault(on=kind, do="drop zeros", times=FOREVER) for kind in kinds))
+    proxy.arm(*(FailureClass(on=kind, do="drop zeros", times=FOREVER) for kind in kinds))
     written = storage.write("empty", b"")
     assert storage.stat("empty") == written == ObjectInfo("empty", 0, "00000000")
     assert storage.inventory() == [written]
@@ -73,10 +73,10 @@ def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
 @pytest.mark.parametrize("kind", ["look", "upload"])
 def test_answers_without_metadata_are_retried(storage: BucketStorage, proxy: FaultyBucket, kind: Any) -> None:
     """A proxy may answer 200 with `{}`."""
-    proxy.arm(Fault(on=kind, do="empty"))
+    proxy.arm(FailureClass(on=kind, do="empty"))
     assert storage.write("some", b"some").size == 4
     assert storage.read("some") == b"some"
-    proxy.arm(Fault(on="look", do="empty", times=FOREVER))
+    proxy.arm(FailureClass(on="look", do="empty", times=FOREVER))
     with pytest.raises(DataError, match="lacks its generation, size or checksum; see whether something else"):
         storage.write("some", b"more")
 
@@ -84,7 +84,7 @@ def test_answers_without_metadata_are_retried(storage: BucketStorage, proxy: Fau
 def test_an_upload_goes_on_where_a_killed_one_stopped(
     storage: BucketStorage, proxy: FaultyBucket, source: Path
 ) -> None:
-    proxy.arm(Fault(on="upload", do="stall", skip=4, times=FOREVER))
+    proxy.arm(FailureClass(on="upload", do="stall", skip=4, times=FOREVER))
     program = f"""
         from pathlib import Path
         from litgpt_demo.storage import BucketStorage
@@ -108,7 +108,7 @@ def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_n
     storage: BucketStorage, proxy: FaultyBucket, source: Path
 ) -> None:
     for kind, path in (("compose", "data/train.bin"), ("delete", "train.bin")):
-        proxy.arm(Fault(on=kind, do="refuse", times=FOREVER))  # type: ignore[arg-type]
+        proxy.arm(FailureClass(on=kind, do="refuse", times=FOREVER))  # type: ignore[arg-type]
         with pytest.raises(NetworkError):
             replace(storage, patience=0.1).upload(source, path)
     proxy.arm()
@@ -123,7 +123,7 @@ def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_obj
     storage: BucketStorage, proxy: FaultyBucket, source: Path, target: Path
 ) -> None:
     storage.upload(source, "train.bin")
-    proxy.arm(Fault(on="download", do="stall", skip=5, times=storage.parallel))
+    proxy.arm(FailureClass(on="download", do="stall", skip=5, times=storage.parallel))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(storage.download, "train.bin", target)
         until(lambda: proxy.seen.count("download") >= 5 + storage.parallel)
@@ -144,11 +144,11 @@ def test_a_part_that_comes_damaged_is_transferred_again(
 ) -> None:
     storage.write("train.bin", b"old")
     if on != "download":
-        proxy.arm(Fault(on=on, do=do, times=FOREVER))
+        proxy.arm(FailureClass(on=on, do=do, times=FOREVER))
         with pytest.raises(DataError, match="did not come out right"):
             storage.upload(source, "train.bin")
         assert storage.read("train.bin") == b"old"
-    proxy.arm(Fault(on=on, do=do, times=2))
+    proxy.arm(FailureClass(on=on, do=do, times=2))
     storage.upload(source, "train.bin")
     storage.download("train.bin", tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == CONTENT

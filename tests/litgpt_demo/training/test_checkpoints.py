@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from bucket_faults import Fault, FaultyBucket
+from bucket_faults import FailureClass, FaultyBucket
 from hostile import seal, spoil_bytes, spoil_index, spoil_tensors
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +59,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
 def test_next_save_removes_parts_of_a_killed_one(bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path) -> None:
     """No listing shows them, and the step that they are of may never come again."""
     (shard := tmp_path / "shard").write_bytes(bytes(range(100)))
-    proxy.arm(Fault(on="compose", do="refuse", status=403, times=2))
+    proxy.arm(FailureClass(on="compose", do="refuse", status=403, times=2))
     for place in (f"{folder_of(3)}/a.distcp", "evaluations/a.bin"):
         with pytest.raises(UserError, match="refused"):
             replace(bucket, part_size=20).upload(shard, place)

@@ -8,7 +8,7 @@ from threading import Lock
 
 import pytest
 from bucket_emulator import Answer, Request
-from bucket_faults import Fault, FaultyBucket
+from bucket_faults import FailureClass, FaultyBucket
 from states import training_of
 from training_runs import NewRun, rows, train
 
@@ -103,7 +103,7 @@ def test_a_committed_step_has_its_rows_wherever_a_kill_comes(
 
 def test_a_resumed_step_has_no_loss_without_its_row(new_run: NewRun, bucket: Storage, proxy: FaultyBucket) -> None:
     """Its validation loss, for which the attempt that saved it had no time, is a row and is in its manifest."""
-    run, refuse = new_run("far"), Fault(on="upload", do="refuse", status=403, times=1)
+    run, refuse = new_run("far"), FailureClass(on="upload", do="refuse", status=403, times=1)
     fit(training_of(run, bucket))
     bucket.remove(folder_of(12))
     last = committed(bucket)[0]

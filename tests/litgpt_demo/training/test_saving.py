@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import pytest
 import torch
-from bucket_faults import FOREVER, Fault, FaultyBucket
+from bucket_faults import FOREVER, FailureClass, FaultyBucket
 from hostile import flip_a_bit
 from lightning.fabric import Fabric
 from states import Pair, pair, same, stepped_by_hand, tensors, training_of
@@ -233,12 +233,12 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
     training, told = new_training(root=bucket, keep_last=1, keep_best=0), list[Saved]()
     with Saver(training, tell=told.append) as saver:
         train_step(training, 0)
-        proxy.arm(Fault(on="upload", do="refuse", status=403, times=FOREVER))
+        proxy.arm(FailureClass(on="upload", do="refuse", status=403, times=FOREVER))
         saver.save(1, None)
         with pytest.raises(UserError, match=f"{bucket.address(folder_of(1))}/"):
             saver.finish()
         assert left_in(training) == []
-        proxy.arm(Fault(on="delete", do="refuse", status=403, times=FOREVER))
+        proxy.arm(FailureClass(on="delete", do="refuse", status=403, times=FOREVER))
         for number in (2, 3):
             saver.save(number, None)
             saver.finish()

@@ -113,7 +113,7 @@ def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
     labels = page.locator("label").all_inner_texts()
     titles = [label.removesuffix(" (Optional)") for label in labels]
     assert titles[titles.index("Run Name") + 1] == "overrides"
-    assert {"Node Fault", "Network Fault", "Wandb"} <= {*titles}
+    assert {"Node FailureClass", "Network FailureClass", "Wandb"} <= {*titles}
     assert not {"New attempts", "Field", "Sweep"} & {*titles}
     page.get_by_label("Learning Rate (Optional)", exact=True).fill("-1")
     page.get_by_role("button", name="Submit").click()

@@ -9,7 +9,7 @@ from pathlib import Path
 from nodes import report_of, started_nodes
 from waiting import until
 
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed
@@ -55,5 +55,5 @@ def test_a_node_whose_own_disk_is_full_says_so_by_its_exit_code_and_report(small
     ]  # fmt: skip
     with (small_disk / "node.log").open("wb") as log:
         code = subprocess.run(command, stdout=log, stderr=log).returncode
-    assert code == EXIT_CODES[Fault.DISK_FULL], (small_disk / "node.log").read_text()
+    assert code == EXIT_CODES[FailureClass.DISK_FULL], (small_disk / "node.log").read_text()
     assert report_of(attempt)["fault"] == "disk full"

@@ -32,7 +32,7 @@ from launcher.runs.lease import Lease
 from launcher.runs.listing import leftovers
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.node.agent import kill_tagged, tagged
+from litgpt_demo.node.agent import kill_by_env_marker, tagged
 from litgpt_demo.runs import LITGPT, read_metrics
 from litgpt_demo.training.checkpoints import committed
 
@@ -117,7 +117,7 @@ class Ground:
             try:
                 yield scene
             finally:
-                kill_tagged(MARK, scene.config.name, grace=0)
+                kill_by_env_marker(MARK, scene.config.name, grace=0)
                 for command in scene.logs:
                     command.wait()
                 with suppress(TrainLitgptError):

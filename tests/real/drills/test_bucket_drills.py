@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from bucket_emulator import bucket_emulator
-from bucket_faults import FOREVER, Fault, FaultyBucket, faulty_bucket
+from bucket_faults import FOREVER, FailureClass, FaultyBucket, faulty_bucket
 from drill_ground import Scene, step
 
 KINDS: list[Any] = ["begin", "upload", "download", "delete", "compose", "look"]
@@ -30,22 +30,22 @@ def place(bucket: FaultyBucket) -> tuple[dict[str, Any], dict[str, str]]:
     return changes, {"STORAGE_EMULATOR_HOST": bucket.url}
 
 
-def refused(status: int) -> list[Fault]:
+def refused(status: int) -> list[FailureClass]:
     """Every request is answered with this status."""
-    return [Fault(on=kind, do="refuse", status=status, times=FOREVER) for kind in KINDS]
+    return [FailureClass(on=kind, do="refuse", status=status, times=FOREVER) for kind in KINDS]
 
 
 @pytest.mark.parametrize(
     ("faults", "seconds"),
     [
         (refused(503), 60),
-        ([Fault(on="download", do="cut", times=40), Fault(on="upload", do="lose", times=20)], 0),
-        ([Fault(on="download", do="flip", times=20), Fault(on="upload", do="flip request", times=10)], 0),
+        ([FailureClass(on="download", do="cut", times=40), FailureClass(on="upload", do="lose", times=20)], 0),
+        ([FailureClass(on="download", do="flip", times=20), FailureClass(on="upload", do="flip request", times=10)], 0),
     ],
     ids=["503 for a minute", "streams are cut", "bytes are flipped"],
 )
 def test_what_the_bucket_spoils_is_asked_for_again(
-    bucket: FaultyBucket, scene: Scene, faults: list[Fault], seconds: int
+    bucket: FaultyBucket, scene: Scene, faults: list[FailureClass], seconds: int
 ) -> None:
     command = scene.run()
     scene.until(step(16))

@@ -10,7 +10,7 @@ import pytest
 from another_user import needs_another_user
 from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, said, step, trained
 
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.training.checkpoints import committed, folder_of
 
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_ends_the_run_and_with_room_the_same_command_goes_on
             scene.until(step(20))
             with suppress(OSError):
                 (tmp_path / "ballast").write_bytes(bytes(1 << 25))
-            assert scene.end_of(command) == EXIT_CODES[Fault.DISK_FULL]
+            assert scene.end_of(command) == EXIT_CODES[FailureClass.DISK_FULL]
             (tmp_path / "ballast").unlink()
             assert scene.end_of(scene.run()) == 0
             scene.require_promises("disk full", attempts=(2,))

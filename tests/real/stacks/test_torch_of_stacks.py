@@ -15,7 +15,7 @@ from nodes import report_of, started_nodes
 from waiting import until
 
 from launcher.images.stacks import STACKS
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.node import gpu
 from litgpt_demo.node.checks import check_nccl
 from litgpt_demo.node.gate import read_result
@@ -116,4 +116,4 @@ def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_sav
     path = tmp_path / "d" / "node-1" / "network.json"
     assert read_result(path.read_bytes(), str(path)).backend == "gloo"
     assert len(list(tmp_path.glob("saved-*"))) == 2
-    assert report_of(tmp_path / "d", 1)["fault"] == Fault.PREEMPTED
+    assert report_of(tmp_path / "d", 1)["fault"] == FailureClass.PREEMPTED

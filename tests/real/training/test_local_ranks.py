@@ -44,7 +44,7 @@ def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_othe
     assert seen.ended - killed < 15, "by the supervisor's own clock; this is the promise"
     assert (seen.state, seen.exit_codes[1]) == (JobState.FAILED, 43)
     first = json.loads((tmp_path / "a" / "node-1.json").read_text())["ranks"][0]
-    assert (first["rank"], first["exit_code"], first["bystander"]) == (2, -9, False)
+    assert (first["rank"], first["exit_code"], first["secondary"]) == (2, -9, False)
     assert tagged(JOB_TAG, job_id) == []
     assert not any(psutil.pid_exists(int(pid.read_text())) for pid in pids)
 

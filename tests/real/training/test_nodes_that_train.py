@@ -14,7 +14,7 @@ from nodes import ended_nodes, report_of, started_nodes
 from training_runs import NewRun, rows, train
 from waiting import until
 
-from litgpt_demo.errors import Fault
+from litgpt_demo.errors import FailureClass
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
 from litgpt_demo.metrics import curve
 from litgpt_demo.node.agent import tagged
@@ -38,7 +38,7 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
         said = [node.communicate()[0] for node in nodes]
     assert [node.returncode for node in nodes] == [45, 45], said
     reports = [report_of(tmp_path / "first", number) for number in (0, 1)]
-    assert [report["fault"] for report in reports] == [Fault.PREEMPTED] * 2
+    assert [report["fault"] for report in reports] == [FailureClass.PREEMPTED] * 2
     assert [report["asked"] is not None for report in reports] == [False, True]
     saved = committed(open_storage(str(taken)))[0].step
     assert 5 <= saved < 400
@@ -84,7 +84,7 @@ def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: 
         said, _ = node.communicate()
     assert node.returncode == 46, said
     [rank] = report_of(tmp_path / "d")["ranks"]
-    assert (rank["rank"], rank["fault"]) == (1, Fault.HANG)
+    assert (rank["rank"], rank["fault"]) == (1, FailureClass.HANG)
     assert "silent too: rank 0 (training, step " in rank["message"]
     assert any("litgpt_demo/training/loop" in line for line in rank["traceback"])
     assert tagged(NODE_DIRECTORY, str(own)) == []

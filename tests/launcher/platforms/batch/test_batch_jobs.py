@@ -19,7 +19,7 @@ from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.states import status_of
 from launcher.runs.diagnosis import Action, Verdict, diagnose
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 
 @pytest.fixture
@@ -47,9 +47,9 @@ def verdict(status: JobStatus) -> Verdict:
 # --- lost nodes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("code", "fault"), [(50001, Fault.PREEMPTED), (50002, Fault.NODE)])
+@pytest.mark.parametrize(("code", "fault"), [(50001, FailureClass.PREEMPTED), (50002, FailureClass.NODE)])
 def test_a_lost_node_ends_the_attempt_and_its_peers_are_ended_by_who_cancels_and_not_by_who_looks(
-    code: int, fault: Fault, cloud: Cloud
+    code: int, fault: FailureClass, cloud: Cloud
 ) -> None:
     platform = platform_of(spot=True)
     job_id = submitted(platform)
@@ -68,13 +68,13 @@ def test_a_lost_node_ends_the_attempt_and_its_peers_are_ended_by_who_cancels_and
     ("codes", "state", "fault"),
     [
         ([50001, 0], JobState.SUCCEEDED, None),
-        ([50001, 40], JobState.FAILED, Fault.USER),
-        ([50001, 50001], JobState.FAILED, Fault.PREEMPTED),
-        ([40], JobState.FAILED, Fault.USER),
+        ([50001, 40], JobState.FAILED, FailureClass.USER),
+        ([50001, 50001], JobState.FAILED, FailureClass.PREEMPTED),
+        ([40], JobState.FAILED, FailureClass.USER),
     ],
 )
 def test_a_single_node_is_restarted_in_place_where_that_can_mend_it_and_judged_by_the_last_of_its_lives(
-    codes: list[int], state: JobState, fault: Fault | None, cloud: Cloud
+    codes: list[int], state: JobState, fault: FailureClass | None, cloud: Cloud
 ) -> None:
     platform = platform_of(nodes=1, spot=True, restarts=1)
     job_id = submitted(platform)
@@ -118,7 +118,7 @@ def seen(job: types.Job, tasks: Sequence[types.Task], now: int = 1000, **patienc
 
 BEGAN = (0, "RUNNING", None)
 LOST = [BEGAN, (9, "FAILED", 50001), (9, "PENDING", None)]
-NOT_THERE = EXIT_CODES[Fault.NETWORK]
+NOT_THERE = EXIT_CODES[FailureClass.NETWORK]
 
 
 @pytest.mark.parametrize(
@@ -281,5 +281,5 @@ def test_a_vm_that_cannot_give_gpus_to_containers_is_a_node_fault_that_says_why(
     vm, _ = vms_of(tmp_path, machine="g2-standard-24", os=os)
     (vm.folder / lacks).unlink()
     lines: list[str] = []
-    assert vm.run(lines.append, contained=False) == EXIT_CODES[Fault.NODE]
+    assert vm.run(lines.append, contained=False) == EXIT_CODES[FailureClass.NODE]
     assert lines[-1].startswith(f"error [batch.{code}]")

@@ -17,7 +17,7 @@ from launcher.job import JobId, JobState, LogLine
 from launcher.platforms.kubernetes import logs
 from launcher.platforms.kubernetes.logs import Place
 from launcher.platforms.kubernetes.platform import GkePlatform
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path
     platform, job_id = begun(cluster, tmp_path, restarts=1)
     say(cluster, 0, "first life")
     first, position = read(platform, job_id, lines=1)
-    cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
+    cluster.finish("-0-1", code=EXIT_CODES[FailureClass.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     say(cluster, 0, "second life")

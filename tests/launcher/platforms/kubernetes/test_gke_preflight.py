@@ -12,7 +12,7 @@ from launcher.networks import tcpx
 from launcher.platforms.kubernetes.capacity import pools
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
-from litgpt_demo.errors import Fault, Finding
+from litgpt_demo.errors import FailureClass, Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
 TCPX: dict[str, Any] = {"machine": "a3-highgpu-8g", "network": "tcpx"}
@@ -166,6 +166,9 @@ def test_a_jobset_that_is_too_old_to_tell_failures_apart_is_named_with_what_woul
 
 def test_a_cluster_that_cannot_be_reached_is_one_finding(cluster: Cluster, tmp_path: Path) -> None:
     (away := tmp_path / "away").write_text(cluster.kubeconfig.read_text().replace(cluster.host, "http://127.0.0.1:1"))
-    for path, severity, fault in ((tmp_path / "nowhere", "error", Fault.USER), (away, "unknown", Fault.UNREACHABLE)):
+    for path, severity, fault in (
+        (tmp_path / "nowhere", "error", FailureClass.USER),
+        (away, "unknown", FailureClass.UNREACHABLE),
+    ):
         (news,) = found(cluster, kubeconfig=str(path)).values()
         assert (news.code, news.severity, news.fault) == ("gke.cluster", severity, fault)

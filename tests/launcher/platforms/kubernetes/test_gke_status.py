@@ -13,9 +13,9 @@ from launcher.platforms.kubernetes import informer as watching
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.states import JobName
 from launcher.runs.diagnosis import Action, diagnose
-from litgpt_demo.errors import EXIT_CODES, Fault
+from litgpt_demo.errors import EXIT_CODES, FailureClass
 
-PREEMPTED = EXIT_CODES[Fault.PREEMPTED]
+PREEMPTED = EXIT_CODES[FailureClass.PREEMPTED]
 
 
 # --- the life of a job ------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def test_a_failure_tells_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: 
 
 def test_faults_and_preemptions_restart_the_job_in_place_as_often_as_is_said(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path, restarts=1)
-    cluster.finish("-0-1", code=EXIT_CODES[Fault.NODE])
+    cluster.finish("-0-1", code=EXIT_CODES[FailureClass.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     told = platform.status(job_id)
@@ -67,12 +67,12 @@ def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(clust
 @pytest.mark.parametrize(
     ("workload", "resource", "fault", "action", "fix"),
     [
-        ("jobset", "memory", Fault.OUT_OF_MEMORY, Action.STOP, "platform.memory"),
-        ("job", "ephemeral-storage", Fault.NODE, Action.RESTART, "platform.local_ssd"),
+        ("jobset", "memory", FailureClass.OUT_OF_MEMORY, Action.STOP, "platform.memory"),
+        ("job", "ephemeral-storage", FailureClass.NODE, Action.RESTART, "platform.local_ssd"),
     ],
 )
 def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
-    cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: Fault, action: Action, fix: str
+    cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: FailureClass, action: Action, fix: str
 ) -> None:
     platform, job_id = begun(cluster, tmp_path, workload=workload, restarts=0)
     cluster.run_out(cluster.pods("demo")[1]["metadata"]["name"], resource)
@@ -85,7 +85,7 @@ def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
 
 def test_a_killed_node_tells_its_signal_and_one_out_of_memory_its_fault(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
-    for name, out_of_memory, code in (("one", False, -9), ("two", True, EXIT_CODES[Fault.OUT_OF_MEMORY])):
+    for name, out_of_memory, code in (("one", False, -9), ("two", True, EXIT_CODES[FailureClass.OUT_OF_MEMORY])):
         job_id = started(cluster, platform, job(tmp_path, name))
         cluster.kill(cluster.pods(f"{name}-1-0")[0]["metadata"]["name"], out_of_memory=out_of_memory)
         assert end_of(platform, job_id).exit_codes[0] == code
@@ -109,7 +109,7 @@ def test_where_one_node_has_ended_and_a_silent_one_has_not_that_is_told(cluster:
     platform, job_id = begun(cluster, tmp_path)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.silence(lost)
-    cluster.finish("-0-0-", code=EXIT_CODES[Fault.NETWORK])
+    cluster.finish("-0-0-", code=EXIT_CODES[FailureClass.NETWORK])
     (told,) = until(lambda: platform.status(job_id).reasons)
     assert told.what == "node 0 has ended (network fault, exit code 44), and others have not yet"
     cluster.hang(lost)

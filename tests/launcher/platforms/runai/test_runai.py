@@ -49,7 +49,7 @@ def by_program(cluster: runai.Cluster, tmp_path: Path, monkeypatch: pytest.Monke
             program = programs.enter_context(runai.program(tmp_path, cluster, variant))
             config = settings_of(cli=program.name, claims=[{"name": "scratch", "path": str(tmp_path)}], **changes)
             platform = RunaiPlatform(config)
-            platform.pauses, platform.give_up = (0, 0, 0), 3600
+            platform.pauses, platform.give_up_after = (0, 0, 0), 3600
             return platform
 
         yield make

@@ -32,7 +32,7 @@ from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
 from launcher.runs.attempts import Attempts, opening_beside
 from launcher.runs.diagnosis import Action, diagnose
 from launcher.runs.index import Index
-from litgpt_demo.errors import EXIT_CODES, Fault, was_given_up
+from litgpt_demo.errors import EXIT_CODES, FailureClass, is_marked_no_retry
 
 FAULTS = {code: fault for fault, code in EXIT_CODES.items()}
 NO_ACCOUNTS = "Slurm accounting storage is disabled"
@@ -210,12 +210,12 @@ def test_job_that_cannot_start_its_nodes_says_why(
     node, platform = SlurmNode(tmp_path / "node", **programs), SlurmPlatform(settings_of(**changes), settle=0)
     (tmp_path / "attempts/1").mkdir(parents=True)
     place = root if "://" in root else tmp_path / root
-    assert node.run(platform.render(job_of(place)).body["script"]) == EXIT_CODES[Fault.USER]
+    assert node.run(platform.render(job_of(place)).body["script"]) == EXIT_CODES[FailureClass.USER]
     if not root:
         assert words in (tmp_path / "attempts/1/node-0.log").read_text()
     slurm(squeue=row("FAILED").replace("(null)", node.comment, 1))
     verdict = diagnose(platform.status(job_id_of(tmp_path)), [], [], logs="", nodes=2)
-    assert (verdict.fault, verdict.action) == (Fault.USER, Action.STOP)
+    assert (verdict.fault, verdict.action) == (FailureClass.USER, Action.STOP)
     assert words in verdict.evidence
     assert verdict.evidence.endswith("(on n0)")
 
@@ -419,7 +419,7 @@ def test_second_user_of_hidden_jobs_is_referred_to_the_first(cluster: SlurmComma
             PlatformUnreachable, match=r"submitted by alice on.*it may be running.*run this as alice"
         ) as no:
             verb(job_id)
-        assert was_given_up(no.value), "asking again does not help"
+        assert is_marked_no_retry(no.value), "asking again does not help"
     report_end(tmp_path, 0, 0)
     assert platform.status(job_id).state is JobState.SUCCEEDED
 
@@ -433,7 +433,7 @@ def test_second_user_asks_again_while_the_first_submits(cluster: SlurmCommands, 
     platform = SlurmPlatform(settings_of(), settle=0)
     with pytest.raises(PlatformUnreachable, match="it may be running") as no:
         platform.status(job_id)
-    assert not was_given_up(no.value)
+    assert not is_marked_no_retry(no.value)
     cluster.jobs[77] = job
     assert SlurmPlatform(settings_of(), settle=0).status(job_id).state is JobState.RUNNING
 
