@@ -22,6 +22,7 @@ from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import numbers_of
 from litgpt_demo.models.model import initialise, litgpt_config
 from litgpt_demo.runs import read_spec
+from litgpt_demo.schedules import warmup_and_decay_steps
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.setup import Data, open_data
 
@@ -77,7 +78,7 @@ def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
             max_seq_length=spec.model.sequence_length,
             max_norm=train.clip_norm,
             min_lr=train.learning_rate if comparable else train.learning_rate / 10,
-            lr_warmup_steps=0 if comparable else train.phases(spec.steps)[0],
+            lr_warmup_steps=0 if comparable else warmup_and_decay_steps(train, spec.steps)[0],
             save_interval=None,
             log_interval=1,
         ),

@@ -13,10 +13,11 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from enum import Enum
 from fractions import Fraction
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 from pydantic.annotated_handlers import GetCoreSchemaHandler
@@ -24,6 +25,7 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 
 from litgpt_demo import catalogue
+from litgpt_demo.schedules import SCHEDULES, schedule_problem, unread_setting_problem
 
 
 def arrange_form(schema: dict[str, Any]) -> None:
@@ -554,129 +556,166 @@ class RestartSettings(Settings, title="Restarts"):
         return found
 
 
+class RunIdRole(Enum):
+    """The part that a field of `train` has in the id of a run. Every field is marked with one of the two.
+
+    A run whose settings have another id is another run. A SHAPES_MODEL field enters the id only if its value differs
+    from its default, so a new field leaves the ids of all runs as they are. A changed default keeps the ids, but it
+    changes what they mean: then raise FORMAT in launcher/runs/run.py.
+    """
+
+    SHAPES_MODEL = "decides what the model becomes, beyond rounding"
+    TUNES_RUN = "changes speed, memory, records or retries: a run may change it and continue"
+
+
+T = TypeVar("T")
+ShapesModel: TypeAlias = Annotated[T, RunIdRole.SHAPES_MODEL]
+TunesRun: TypeAlias = Annotated[T, RunIdRole.TUNES_RUN]
+
+# The choices are the registry's, which a type checker does not see.
+if TYPE_CHECKING:
+    ScheduleName: TypeAlias = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
+
+
 # The input is hidden because of what is written where a name belongs.
 class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_inf_nan=False):
     """The settings of a training."""
 
-    # These change what is computed at once, written or measured, not what the model becomes beyond rounding: a run may
-    # change them and go on, as after the advice to halve micro_batch when a GPU's memory was too small.
-    NOT_IN_KEY: ClassVar[frozenset[str]] = frozenset({
-        *("micro_batch", "strategy", "compile", "activation_checkpointing", "evaluate_every", "evaluation_windows"),
-        *("checkpoint_every", "keep_last", "keep_best", "keep_every", "log_every", "max_restarts", "restarts"),
-        *("reshard_after_forward", "max_time", "on_not_finite", "hang_after", "tensorboard", "wandb", "profile"),
-        "evaluate_with",
-    })  # fmt: skip
-
-    # These came when there were keys already: they are in a key where they are not as they were before.
-    LATER: ClassVar[frozenset[str]] = frozenset({"schedule", "decay_steps"})
-
-    global_batch: Count = Field(512, gt=0)
+    global_batch: ShapesModel[Count] = Field(512, gt=0)
     """Sequences per optimizer step, summed over every process of the job."""
-    micro_batch: Count = Field(8, gt=0)
+    micro_batch: TunesRun[Count] = Field(8, gt=0)
     """Sequences per forward pass of one process; the rest of its share is accumulated."""
-    max_steps: PositiveCount | None = None
+    max_steps: ShapesModel[PositiveCount | None] = None
     """Optimizer steps to train for. Give this or max_tokens; with neither, one pass over the data."""
-    max_tokens: PositiveCount | None = None
+    max_tokens: ShapesModel[PositiveCount | None] = None
     """Tokens to train for, rounded up to whole steps."""
-    max_time: Duration | None = None
+    max_time: TunesRun[Duration | None] = None
     """Time to train for, such as 8h, 90m, 8:30 (hours and minutes) or PT8H, over all attempts; when it is up the run
     saves and has ended well. The learning rate goes on as for the whole of the steps."""
-    learning_rate: float = Field(6e-4, gt=0)
+    learning_rate: ShapesModel[float] = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
-    min_learning_rate: float | None = Field(None, ge=0)
+    min_learning_rate: ShapesModel[float | None] = Field(None, ge=0)
     """The learning rate of the last step, where the schedule falls; empty is a tenth of the highest."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """The learning rate after the warm-up: it falls to the end, on a cosine or in a line; it stays and falls in a line
-    in the last `decay_steps` (warm-up, stable, decay); or it stays."""
-    warmup_steps: Steps = 100
+    schedule: ShapesModel[ScheduleName] = Field(
+        "cosine",
+        description="The learning rate after the warm-up: "
+        + "; ".join(f"with `{name}` it {schedule.help}" for name, schedule in SCHEDULES.items())
+        + ".",
+    )
+    warmup_steps: ShapesModel[Steps] = 100
     """Steps in which the learning rate rises in a straight line; below 1 a share of the run."""
-    decay_steps: Steps = Field(0.2, gt=0)
+    decay_steps: ShapesModel[Steps] = Field(0.2, gt=0)
     """With schedule=wsd, the last steps, in which the learning rate falls; below 1 a share of the run."""
-    weight_decay: float = Field(0.1, ge=0)
+    weight_decay: ShapesModel[float] = Field(0.1, ge=0)
     """AdamW's decay of matrices; biases and norms do not decay."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: ShapesModel[tuple[Share, Share]] = (0.9, 0.95)
     """AdamW's averaging factors."""
-    clip_norm: float | None = Field(1.0, gt=0)
+    clip_norm: ShapesModel[float | None] = Field(1.0, gt=0)
     """Gradients are scaled down to this norm; empty leaves them."""
-    precision: Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"] = "bf16-mixed"
+    precision: ShapesModel[Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]] = "bf16-mixed"
     """Lightning Fabric's precision."""
-    strategy: Literal["auto", "ddp", "fsdp", "hybrid"] = "auto"
+    strategy: TunesRun[Literal["auto", "ddp", "fsdp", "hybrid"]] = "auto"
     """`ddp` copies weights and optimizer to each process, `fsdp` shards them over all, `hybrid` over those of a node,
     with a copy for each node. `auto` takes what fits and sends least over the network: `plan` says which and why."""
-    reshard_after_forward: bool = True
+    reshard_after_forward: TunesRun[bool] = True
     """Free a block's gathered weights until the backward pass (fsdp, hybrid). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: TunesRun[Literal["none", "selective", "full"]] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
-    compile: Literal["none", "blocks", "model"] = "none"
+    compile: TunesRun[Literal["none", "blocks", "model"]] = "none"
     """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
-    float8: bool = False
+    float8: ShapesModel[bool] = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs `compile`, and the extra
     `float8`, which is torchao."""
-    seed: int = Field(1337, ge=0)
+    seed: ShapesModel[int] = Field(1337, ge=0)
     """Seed of the initial weights and of the order of the samples."""
-    evaluate_every: Count = Field(500, gt=0)
+    evaluate_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""
-    evaluation_windows: Count = Field(256, gt=0)
+    evaluation_windows: TunesRun[Count] = Field(256, gt=0)
     """The number of validation samples that an evaluation takes of each source, drawn from its whole validation split.
     A source with fewer gives all of them, once."""
-    checkpoint_every: Count = Field(500, gt=0)
+    checkpoint_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
-    evaluate_with: PositiveCount | None = None
+    evaluate_with: TunesRun[PositiveCount | None] = None
     """Every so many checkpoints, one is scored by the tasks of `evaluation` beside the training; empty scores none."""
-    keep_last: Count = Field(2, gt=0)
+    keep_last: TunesRun[Count] = Field(2, gt=0)
     """Checkpoints kept by age. At least one that verifies is always there."""
-    keep_best: Count = Field(1, ge=0)
+    keep_best: TunesRun[Count] = Field(1, ge=0)
     """Checkpoints kept by validation loss, besides those."""
-    keep_every: PositiveCount | None = None
+    keep_every: TunesRun[PositiveCount | None] = None
     """Checkpoints of every so many steps are kept forever, besides those."""
-    log_every: Count = Field(1, gt=0)
+    log_every: TunesRun[Count] = Field(1, gt=0)
     """Steps between two metrics lines."""
-    on_not_finite: Literal["stop", "skip"] = "stop"
+    on_not_finite: TunesRun[Literal["stop", "skip"]] = "stop"
     """The answer to a loss or gradient that is not finite: stop and name the samples, or leave that step's update out,
     and stop at the tenth in a row."""
-    hang_after: float = Field(900, gt=0)
+    hang_after: TunesRun[float] = Field(900, gt=0)
     """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
-    tensorboard: bool = False
+    tensorboard: TunesRun[bool] = False
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
-    wandb: WandbConfig | None = None
+    wandb: TunesRun[WandbConfig | None] = None
     """Also tell Weights & Biases."""
-    profile: ProfileConfig | None = None
+    profile: TunesRun[ProfileConfig | None] = None
     """Also record some steps with torch's profiler."""
-    max_restarts: Count = Field(3, ge=0)
+    max_restarts: TunesRun[Count] = Field(3, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
-    restarts: RestartSettings = RestartSettings()
+    restarts: TunesRun[RestartSettings] = RestartSettings()
     """The rules of new attempts, by class of failure."""
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        steps, tokens, strategy = self.max_steps, self.max_tokens, self.strategy
+    def _length_is_given_once(self) -> Self:
+        steps, tokens = self.max_steps, self.max_tokens
         if steps is not None and tokens is not None:
             raise ValueError(f"train.max_steps={steps} and train.max_tokens={tokens} are both given; keep one")
-        if (whole := self.global_batch) < (part := self.micro_batch):
-            raise ValueError(f"train.global_batch={whole} is below train.micro_batch={part}; are the two swapped?")
-        if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
-            low, high = self.min_learning_rate, self.learning_rate
+        return self
+
+    @model_validator(mode="after")
+    def _batch_holds_a_micro_batch(self) -> Self:
+        batch, micro_batch = self.global_batch, self.micro_batch
+        if batch < micro_batch:
+            raise ValueError(
+                f"train.global_batch={batch} is below train.micro_batch={micro_batch}; are the two swapped?"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> Self:
+        high, low, steps = self.learning_rate, self.min_learning_rate, self.max_steps
+        if low is not None and low > high:
             raise ValueError(f"train.min_learning_rate={low} is above train.learning_rate={high}; are they swapped?")
-        if self.schedule == "constant" and self.min_learning_rate is not None:
-            raise ValueError("train.schedule=constant never comes to train.min_learning_rate; leave one of them out")
-        if self.schedule != "wsd" and self.decay_steps != type(self).model_fields["decay_steps"].default:
-            what = f"train.schedule={self.schedule} has no train.decay_steps={self.decay_steps}"
-            raise ValueError(f"{what}; leave that out, or take train.schedule=wsd")
-        shards = f"train.strategy={strategy}" if strategy in {"fsdp", "hybrid"} else ""
-        if shards and self.precision == "16-mixed":
-            raise ValueError(f"train.precision=16-mixed scales losses, and {shards} cannot; take bf16-mixed")
-        if shards and self.compile == "model":
-            raise ValueError(f"train.compile=model does not see through {shards}; take train.compile=blocks")
+        if (unread := unread_setting_problem(self)) is not None:
+            raise ValueError(unread)
+        if steps is not None and (problem := schedule_problem(self, steps, f"train.max_steps={steps}")) is not None:
+            raise ValueError("; ".join(problem))
+        return self
+
+    @model_validator(mode="after")
+    def _sharding_fits(self) -> Self:
+        if self.strategy not in {"fsdp", "hybrid"}:
+            return self
+        sharding = f"train.strategy={self.strategy}"
+        if self.precision == "16-mixed":
+            raise ValueError(f"train.precision=16-mixed scales losses, and {sharding} cannot; take bf16-mixed")
+        if self.compile == "model":
+            raise ValueError(f"train.compile=model does not see through {sharding}; take train.compile=blocks")
+        return self
+
+    @model_validator(mode="after")
+    def _float8_fits(self) -> Self:
         if self.float8 and self.compile == "none":
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
             raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
-        if steps is not None and (profile := self.profile) is not None and profile.numbers.start > steps:
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_steps_exist(self) -> Self:
+        steps, profile = self.max_steps, self.profile
+        if steps is not None and profile is not None and profile.numbers.start > steps:
             raise ValueError(f"train.profile.steps={profile.steps} come after train.max_steps={steps}")
-        if steps is not None and (problem := self.schedule_problem(steps, f"train.max_steps={steps}")):
-            raise ValueError("; ".join(problem))
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
@@ -687,34 +726,6 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         if self.max_tokens is not None:
             return math.ceil(self.max_tokens / per_step)
         return max(1, tokens // per_step)
-
-    def phases(self, steps: int) -> tuple[int, int]:
-        """The first and the last steps of a run of `steps`: those of its warm-up, and those of its decay (wsd)."""
-        parts = self.warmup_steps, self.decay_steps
-        warmup, decay = (round(part * steps) if part < 1 else int(part) for part in parts)
-        return warmup, max(1, decay) if self.schedule == "wsd" else 0
-
-    def schedule_problem(self, steps: int, told: str) -> tuple[str, str] | None:
-        """What is wrong if no step has the highest rate after the warm-up, with what to do; `told` names the steps."""
-        warmup, decay = self.phases(steps)
-        if warmup + decay < steps:
-            return None
-        and_decay = f" with train.decay_steps={self.decay_steps}" if decay else ""
-        what = f"train.warmup_steps={self.warmup_steps}{and_decay} leaves nothing of {told}"
-        return what, f"a tenth of the steps is a usual warm-up{', a fifth a usual decay' if decay else ''}"
-
-    def rate(self, step: int, *, steps: int) -> float:
-        """The learning rate of step `step` (from 0): up in a line, then as the schedule has it; down to the minimum."""
-        high = self.learning_rate
-        low = high / 10 if self.min_learning_rate is None else self.min_learning_rate
-        warmup, decay = self.phases(steps)
-        if step < warmup:
-            return high * (step + 1) / warmup
-        start = steps - 1 - decay if decay else warmup
-        done = min(1.0, max(0, step - start) / max(1, steps - 1 - start))
-        if self.schedule == "cosine":
-            return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
-        return high if self.schedule == "constant" else (1 - done) * high + done * low
 
     def ways(self, nodes: int, processes: int) -> int:
         """Return the ranks that a copy of the model is sharded over, of so many nodes with so many processes each."""
@@ -731,10 +742,19 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             )
         return self.global_batch // share
 
-    def outcome(self) -> dict[str, JsonValue]:
-        """The fields that decide what the model becomes, training's part of the run's key."""
-        unset = {name for name in self.LATER if getattr(self, name) == type(self).model_fields[name].default}
-        return self.model_dump(mode="json", exclude={*self.NOT_IN_KEY, *unset})
+    def shaping_settings(self) -> dict[str, JsonValue]:
+        """Return the settings that decide what the model becomes, defaults included: for records of a run."""
+        return self.model_dump(mode="json", include=_fields_marked(type(self), RunIdRole.SHAPES_MODEL))
+
+    def run_id_settings(self) -> dict[str, JsonValue]:
+        """Return the part of a run id that training has: the shaping settings that differ from their defaults."""
+        fields = type(self).model_fields
+        changed = {name for name, field in fields.items() if getattr(self, name) != field.default}
+        return self.model_dump(mode="json", include=changed & _fields_marked(type(self), RunIdRole.SHAPES_MODEL))
+
+
+def _fields_marked(settings: type[BaseModel], role: RunIdRole) -> set[str]:
+    return {name for name, field in settings.model_fields.items() if role in field.metadata}
 
 
 class EvaluationConfig(Settings, title="Evaluation"):

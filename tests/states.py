@@ -13,7 +13,8 @@ from torch.optim import AdamW, Optimizer
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import stage
-from litgpt_demo.models.model import LossGPT, decay_groups, initialise
+from litgpt_demo.models.model import LossGPT, initialise
+from litgpt_demo.optimizers import decay_groups
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire

@@ -19,6 +19,7 @@ from litgpt_demo.errors import Finding
 from litgpt_demo.metrics import Row
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, multiplied_in
+from litgpt_demo.optimizers import optimizer_of
 
 UTILISATION = 0.35
 """The share of the GPUs' peak: such trainings reach 33 to 46 % (llm-foundry's and torchtitan's published tables)."""
@@ -189,17 +190,23 @@ def figures(
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
     train, nodes = needed.train, config.platform.nodes
+    optimizer = optimizer_of(train).title
     ways = train.ways(nodes, config.platform.processes)
     if needed.world_size > 1:
         strategy = train.strategy.replace("auto", "ddp")
         how = needed.why or f"as train.strategy={strategy} says"
         if ways > 1:
             state = memory.weights + memory.optimizer + memory.gradients
-            how += f"; weights, AdamW and gradients of {bytes_text(ways * state)} / {ways} processes"
+            how += f"; weights, {optimizer} and gradients of {bytes_text(ways * state)} / {ways} processes"
             how += f" = {bytes_text(state)}; {_NOT_HERE}"
         rows.append(("strategy", strategy, how))
     gradients = memory.gradients if memory.kept else 0
-    parts = {"weights": memory.weights, "AdamW": memory.optimizer, "gathered": memory.gathered, "gradients": gradients}
+    parts = {
+        "weights": memory.weights,
+        optimizer: memory.optimizer,
+        "gathered": memory.gathered,
+        "gradients": gradients,
+    }
     moment, most = max(memory.moments.items(), key=lambda item: item[1])
     parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
     how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
@@ -208,7 +215,7 @@ def figures(
     rows.append(("memory per process", bytes_text(needed.likely), how))
     if place is None or place.kind == "cuda":  # a CPU's copy is in its memory above
         state = memory.saved * ways
-        how = f"weights and AdamW {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
+        how = f"weights and {optimizer} {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
         rows.append(("host memory of a save", bytes_text(-(-state // nodes)), f"{how}, copied on each node"))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
@@ -229,8 +236,8 @@ def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
     """Yield a finding where the training does not fit the memory of a process, with a change that would fit.
 
-    Weights, gradients and averages certainly have to fit; the rest is an estimate, and refused where no error of the
-    estimate could make it fit.
+    Weights, gradients and the optimizer's state certainly have to fit. The rest is an estimate, and refused where no
+    error of the estimate could make it fit.
     """
     needed = needs(config, vocab_size=vocab_size)
     if needed is None or needed.place is None or needed.fits:

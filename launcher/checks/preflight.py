@@ -39,6 +39,7 @@ from litgpt_demo.config import EvaluationConfig, ModelConfig, OpenWebTextCorpus,
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.node.checks import check_packages
+from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.private import environment_of_readers
@@ -82,7 +83,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
     steps = None if train.max_tokens is None else train.steps(tokens=0, sequence_length=model.sequence_length)
     told = f"the {steps or 0:,} steps that train.max_tokens={train.max_tokens or 0:,} makes"
-    if steps is not None and (crowded := train.schedule_problem(steps, told)):
+    if steps is not None and (crowded := schedule_problem(train, steps, told)):
         yield Finding("error", "train.warmup_steps", *crowded)
     yield from _check_products(train, model)
     if config.platform.on_this_machine and not gpu_names():

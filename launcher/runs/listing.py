@@ -129,7 +129,7 @@ def _means(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) 
         theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
     except (KeyError, ValidationError):  # of the other kind, or another version's
         return False
-    models = [(one.data, one.model, one.train.outcome()) for one in (theirs, config)]
+    models = [(one.data, one.model, one.train.run_id_settings()) for one in (theirs, config)]
     return record.name == config.name and models[0] == models[1]
 
 

@@ -27,6 +27,7 @@ from litgpt_demo.errors import NetworkError, Unreachable, UserError
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
+from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.origins import find_origin
 
@@ -109,7 +110,7 @@ def preview_run(config: RunConfig) -> Run:
 
 def run_of(config: RunConfig, dataset: PlannedDataset, origin: Origin | None = None) -> Run:
     """Return the run of a config whose dataset and weights to start from are found already: finding reads them all."""
-    train = config.train.outcome()
+    train = config.train.run_id_settings()
     fields = catalogue.settings(config.model.name, config.model.config)
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
     model |= {} if origin is None else {"origin": origin.key}
@@ -128,7 +129,7 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         where = f"the smaller split of {source.name}, of data.mixture,"
         require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
-    if problem := config.train.schedule_problem(steps, f"the run's {steps} steps"):
+    if problem := schedule_problem(config.train, steps, f"the run's {steps} steps"):
         raise UserError(problem[0], fix=problem[1])
     return TrainingSpec(
         run=run.name,

@@ -45,7 +45,7 @@ def sweep_name(sweep: SweepConfig) -> str:
     with another number of them at a time.
     """
     search = sweep.sweep.model_dump(mode="json", include={"grid", "space", "sampler", "seed", "objectives", "prune"})
-    return f"{sweep.name}-{key_of(search, sweep.data, sweep.model, sweep.train.outcome())}"
+    return f"{sweep.name}-{key_of(search, sweep.data, sweep.model, sweep.train.run_id_settings())}"
 
 
 def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue], number: int = 0) -> Trial:
@@ -78,7 +78,7 @@ def trials(sweep: SweepConfig) -> list[Trial]:
     if problems and not (draws and made):
         raise ConfigProblem("\n".join(problems[:_PREVIEWED]))
     # What decides the trained model: two trials that agree in it would share one run's folder.
-    if len({key_of(one.config.data, one.config.model, one.config.train.outcome()) for one in made}) < len(made):
+    if len({key_of(one.config.data, one.config.model, one.config.train.run_id_settings()) for one in made}) < len(made):
         raise ConfigProblem(
             "sweep: two of its trials are the same training, which a root keeps once: a value is listed twice, or a "
             "setting is varied that does not change the model (micro_batch, strategy, compile, platform, name, …)",

@@ -153,7 +153,7 @@ def _card(
             ("Sequence length", f"{spec.model.sequence_length:,} tokens"),
             ("Steps", f"{spec.steps:,}"),
             *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
-            *sorted(spec.train.outcome().items()),
+            *sorted(spec.train.shaping_settings().items()),
             ("Steps left out", ", ".join(str(one["step"]) for one in lineage["left_out"])),
         ),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from litgpt_demo.config import TrainConfig
+from litgpt_demo.optimizers import optimizer_of
 
 
 class Weights(NamedTuple):
@@ -136,7 +137,7 @@ class Memory:
 
     weights: int
     optimizer: int
-    """AdamW's two averages."""
+    """The state of the optimizer."""
     gathered: int
     """Weights of other devices that FSDP brings together, and their gradients before they are spread."""
     gradients: int
@@ -156,7 +157,7 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """Bytes of a step, whatever the batch: the optimizer sees weights, gradients and averages together."""
+        """Bytes of a step, whatever the batch: its update needs weights, gradients and optimizer state."""
         return self.weights + self.optimizer + self.gradients
 
     @property
@@ -213,7 +214,7 @@ def memory(
     accumulates = world_size > 1 or train.accumulation(world_size) > 1
     return Memory(
         weights=kept * share,
-        optimizer=2 * kept * share,
+        optimizer=optimizer_of(train).state_bytes(kept * share),
         gathered=gathered,
         gradients=kept * share,
         kept=accumulates,

@@ -101,13 +101,6 @@ def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
     local[begin - first : end - first].copy_(values[begin - start : end - start])
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """AdamW's parameter groups: matrices decay, vectors (biases, norms) do not."""
-    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.dim() >= 2]
-    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.dim() < 2]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-
-
 class LossGPT(GPT):  # type: ignore[misc]
     """A GPT that, given targets, returns the mean loss instead of logits. Its weights have GPT's own names.
 

@@ -31,6 +31,7 @@ from litgpt_demo.models.devices import device_named, multiplied_in
 from litgpt_demo.node.environment import NodeTimes
 from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
+from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.secrets import without
 from litgpt_demo.training.setup import Training
 from litgpt_demo.training.step import StepResult
@@ -130,7 +131,7 @@ class Reporter:
             kind="step",
             step=result.done,
             loss=result.loss,
-            learning_rate=train.rate(result.done - 1, steps=spec.steps),
+            learning_rate=learning_rate_at(train, result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
             tokens=result.done * tokens_per_step,
             **self._by_source(result.done),

@@ -142,7 +142,7 @@ class Saver:
                 tokens=step * train.global_batch * spec.model.sequence_length,
                 dataset_key=spec.dataset_key,
                 trained_on=tuple(sorted({*own, *earlier})),
-                config={"model": spec.model.model_dump(mode="json"), "train": train.outcome()},
+                config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},
                 validation_loss=validation_loss,
                 evaluation_windows=None if validation_loss is None else train.evaluation_windows,
                 seconds=seconds,

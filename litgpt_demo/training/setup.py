@@ -32,8 +32,9 @@ from litgpt_demo.data.batches import Numbers, numbers_of, open_samples, share_of
 from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
-from litgpt_demo.models.model import LossGPT, decay_groups, initialise, litgpt_config
+from litgpt_demo.models.model import LossGPT, initialise, litgpt_config
 from litgpt_demo.node.environment import require_executable_cache
+from litgpt_demo.optimizers import optimizer_of
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.ranks import Ranks, thread_of
 
@@ -260,17 +261,14 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
     # Fabric casts the rotary tables with the weights, but no sharded model's. Far positions need them in float32.
     model.reset_parameters()
     scaled = getattr(fabric.strategy.precision, "scaler", None) is not None
-    # A fused one would take the scale off the gradients by itself, after they should have been clipped.
-    fused = None if scaled else fabric.device.type in {"cuda", "cpu"}
-    # Each step sets its learning rate.
-    adamw = torch.optim.AdamW(decay_groups(wrapped, train.weight_decay), betas=train.betas, fused=fused)
+    optimizer = optimizer_of(train).build(wrapped, train, scaled)  # each step sets its learning rate
     return Training(
         spec=spec,
         data=data,
         feed=Feed(spec, data.train, fabric.device, rank=fabric.global_rank),
         fabric=fabric,
         model=wrapped,
-        optimizer=fabric.setup_optimizers(adamw),
+        optimizer=fabric.setup_optimizers(optimizer),
         run=run,
         scratch=scratch,
     )

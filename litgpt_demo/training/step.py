@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from litgpt_demo import timeouts
 from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_sources
+from litgpt_demo.optimizers import set_learning_rate
+from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 
@@ -44,8 +46,7 @@ def train_step(training: Training, step: int) -> Passed:
     # Dropout is a function of the step, and resumes with the same draws.
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(drawn, "little"))
-    for group in training.optimizer.param_groups:
-        group["lr"] = train.rate(step, steps=spec.steps)
+    set_learning_rate(training.optimizer, learning_rate_at(train, step, steps=spec.steps))
     batches, waited = training.feed.take(step)
     module, last = training.model.module, len(batches)
     sharded = isinstance(module, FSDPModule)

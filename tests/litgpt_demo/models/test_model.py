@@ -16,7 +16,7 @@ from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.models import model as module
 from litgpt_demo.models.devices import device_named
-from litgpt_demo.models.model import decay_groups, initialise, litgpt_config
+from litgpt_demo.models.model import initialise, litgpt_config
 from litgpt_demo.models.sampling import sampled
 
 SMALL = {"n_layer": 2, "n_embd": 32, "n_head": 2}
@@ -94,16 +94,6 @@ def test_sampling_equals_full_passes_when_windowed(window: int, cap: float | Non
         expected.append(int(made(torch.tensor([expected]))[0, -1].argmax()))
     written = sampled(made, prompt, length=length + 24, temperature=0.0, top_k=1, eos_id=-1)
     assert [*prompt, *written] == expected
-
-
-def test_matrices_decay_and_vectors_do_not() -> None:
-    made = gpt(seed=7)
-    decaying, kept = decay_groups(made, 0.1)
-    assert (decaying["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
-    names = {id(weight): name for name, weight in made.named_parameters()}
-    grouped = [{names[id(weight)] for weight in group["params"]} for group in (decaying, kept)]  # type: ignore[attr-defined]
-    assert grouped[0] | grouped[1] == set(names.values())
-    assert grouped[1] == {name for name in names.values() if "norm" in name or "ln_f" in name or ".bias" in name}
 
 
 def test_a_change_goes_on_top_of_the_named_model_and_leaves_the_catalogue_alone() -> None:

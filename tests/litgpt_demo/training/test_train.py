@@ -18,8 +18,6 @@ import pytest
 import torch
 from bucket_faults import FaultyBucket
 from hostile import flip_a_bit
-from hypothesis import example, given
-from hypothesis import strategies as st
 from litgpt.config import Config
 from litgpt.model import GPT
 from states import training_of
@@ -67,46 +65,6 @@ def newest(run: Path) -> CheckpointManifest:
 def shards(run: Path) -> list[bytes]:
     """The weights and the optimizer's state in the end, byte for byte."""
     return [path.read_bytes() for path in sorted((run / folder_of(12)).glob("*.distcp"))]
-
-
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
-PART = st.integers(0, 400) | st.floats(0.0, 0.5)
-
-
-@given(
-    st.sampled_from(SCHEDULES), st.integers(1, 3000), PART, PART.filter(bool), st.none() | st.floats(0.0, 0.5)
-)  # fmt: skip
-@example("linear", 10, 0, 1, 0.0)
-def test_the_learning_rate_rises_stays_and_falls_without_a_jump_as_its_schedule_says(
-    schedule: str, steps: int, warmup: float, decay: float, low: float | None
-) -> None:
-    asked = {"decay_steps": decay} if schedule == "wsd" else {}
-    asked |= {} if schedule == "constant" else {"min_learning_rate": low}
-    settings = TrainConfig.model_validate(
-        {"learning_rate": 0.5, "schedule": schedule, "warmup_steps": warmup, "max_tokens": 1} | asked
-    )
-    (rising, falling), bottom = settings.phases(steps), 0.05 if low is None else low
-    if settings.schedule_problem(steps, ""):
-        assert rising + falling >= steps
-        return
-    rates = [settings.rate(step, steps=steps) for step in range(steps)]
-    assert rates[:rising] == pytest.approx([0.5 * (step + 1) / rising for step in range(rising)])
-    assert rates[rising] == 0.5
-    after, rest = rates[rising:], steps - 1 - rising
-    assert after == pytest.approx(sorted(after, reverse=True), rel=1e-12)
-    match schedule:
-        case "cosine":  # the formula of the first version, to the bit: runs go on that were begun with it
-            done = [min(1.0, step / max(1, rest)) for step in range(rest + 1)]
-            assert after == [bottom + (0.5 - bottom) * (1 + math.cos(math.pi * part)) / 2 for part in done]
-        case "linear":
-            assert after == pytest.approx(np.linspace(0.5, bottom, rest + 1).tolist())
-        case "wsd":
-            line = np.linspace(0.5, bottom, falling + 1).tolist()
-            assert after == pytest.approx([0.5] * (rest - falling) + line)
-        case "constant":
-            assert set(after) == {0.5}
-    if schedule != "constant" and rest:
-        assert rates[-1] == pytest.approx(bottom)
 
 
 def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from launcher.config import RunConfig
-from litgpt_demo.config import ModelConfig, TrainConfig, key_of, slug
+from litgpt_demo.config import ModelConfig, RunIdRole, TrainConfig, key_of, slug
 
 
 def train(**fields: Any) -> TrainConfig:
@@ -38,8 +39,12 @@ def test_what_is_no_count_is_refused(written: object) -> None:
         (TrainConfig, {"max_steps": 60}, "warmup_steps=100 leaves nothing of train.max_steps=60"),
         (TrainConfig, {"warmup_steps": 1.5}, "neither a share of the run, which is below 1, nor whole steps"),
         (TrainConfig, {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 4, "max_steps": 8}, "steps=4 leaves"),
-        (TrainConfig, {"decay_steps": 0.1}, "train.schedule=cosine has no train.decay_steps=0.1; .*=wsd"),
-        (TrainConfig, {"schedule": "constant", "min_learning_rate": 0}, "never comes to train.min_learning_rate"),
+        (TrainConfig, {"decay_steps": 0.1}, "schedule=cosine does not use train.decay_steps=0.1; .*=wsd"),
+        (
+            TrainConfig,
+            {"schedule": "constant", "min_learning_rate": 0},
+            "constant does not use train.min_learning_rate=0",
+        ),
         (TrainConfig, {"profile": {"steps": "25-20"}}, "steps=25-20 are not 1 to 100 steps"),
         (TrainConfig, {"profile": {"steps": 300}, "max_steps": 200}, "steps=300 come after train.max_steps=200"),
         (RunConfig, {"train": {"profile": {"ranks": [0, 2]}}}, "not all there: the run has 1, the first is 0"),
@@ -88,6 +93,45 @@ def test_a_run_sees_the_tokens_that_were_asked_for_or_all_data_once(tokens: int,
 def test_the_key_of_an_input_is_the_same_in_every_version_of_this_program() -> None:
     # Written down: a key that drifts orphans every dataset and run that exists.
     assert key_of(1, {"a": [1, "ü"], "b": None}) == "97c1fb1a05"
+
+
+def fields_with(role: RunIdRole) -> dict[str, Any]:
+    """Fields of `train` with this role in run ids, and their defaults."""
+    return {name: field.default for name, field in TrainConfig.model_fields.items() if role in field.metadata}
+
+
+def test_every_training_field_has_one_role_in_run_ids() -> None:
+    roles = {name: [role for role in RunIdRole if name in fields_with(role)] for name in TrainConfig.model_fields}
+    unclear = [name for name, found in roles.items() if len(found) != 1]
+    assert not unclear, f"write the types of {unclear} as ShapesModel[…] or TunesRun[…]; RunIdRole says which to take"
+
+
+# A field that is left out has the same part in a run id whatever its default is.
+DEFAULTS = {
+    "global_batch": 512, "max_steps": None, "max_tokens": None, "learning_rate": 6e-4, "min_learning_rate": None,
+    "schedule": "cosine", "warmup_steps": 100, "decay_steps": 0.2, "weight_decay": 0.1, "betas": (0.9, 0.95),
+    "clip_norm": 1.0, "precision": "bf16-mixed", "float8": False, "seed": 1337,
+}  # fmt: skip
+
+
+def test_changed_defaults_come_with_new_run_ids() -> None:
+    found = fields_with(RunIdRole.SHAPES_MODEL)
+    new = found.keys() - DEFAULTS.keys()
+    assert not new, f"add {sorted(new)} to DEFAULTS: a later change of their defaults has to be noticed"
+    assert found == DEFAULTS, "a default changed: raise FORMAT in launcher/runs/run.py, then change DEFAULTS"
+
+
+def test_run_id_holds_the_shaping_settings_that_differ_from_defaults() -> None:
+    assert train().run_id_settings() == {}
+    assert train(seed=1337, micro_batch=1).run_id_settings() == {}
+    assert train(seed=1, schedule="linear", micro_batch=1).run_id_settings() == {"seed": 1, "schedule": "linear"}
+    assert train(seed=1).shaping_settings().keys() == DEFAULTS.keys()
+
+
+def test_docs_list_the_settings_that_a_run_may_change() -> None:
+    page = (Path(__file__).parents[3] / "docs/resuming.md").read_text()
+    item = page.partition("**Settings that do not change the model**")[2].partition("\n- ")[0]
+    assert {*re.findall(r"`(\w+)`", item)} == fields_with(RunIdRole.TUNES_RUN).keys(), "change docs/resuming.md"
 
 
 @given(st.text())

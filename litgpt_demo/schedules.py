@@ -1,0 +1,112 @@
+"""The schedules of the learning rate. A new one is an entry of SCHEDULES, a row in docs/training.md, and tests.
+
+No schedule imports torch: a config is checked without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from litgpt_demo.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The course of the learning rate after the warm-up."""
+
+    help: str
+    """Its part of the help text of `train.schedule`."""
+    settings: frozenset[str]
+    """The fields of `train` that this schedule reads and another one does not. The others refuse them."""
+    decay: Callable[[float, float, float], float]
+    """The learning rate, from the share of the decay that is done (0 to 1), the highest and the lowest rate.
+
+    The decay takes the last `train.decay_steps`, or all steps after the warm-up if the schedule does not read those.
+    """
+
+
+def _cosine(done: float, high: float, low: float) -> float:
+    return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
+
+
+def _line(done: float, high: float, low: float) -> float:
+    return (1 - done) * high + done * low
+
+
+def _constant(done: float, high: float, low: float) -> float:
+    return high
+
+
+SCHEDULES = {
+    "cosine": Schedule(
+        help="falls along half a cosine to the last step",
+        settings=frozenset({"min_learning_rate"}),
+        decay=_cosine,
+    ),
+    "linear": Schedule(
+        help="falls in a straight line to the last step",
+        settings=frozenset({"min_learning_rate"}),
+        decay=_line,
+    ),
+    "wsd": Schedule(
+        help="stays, then falls in a straight line in the last `decay_steps`",
+        settings=frozenset({"min_learning_rate", "decay_steps"}),
+        decay=_line,
+    ),
+    "constant": Schedule(help="stays", settings=frozenset(), decay=_constant),
+}
+
+
+def unread_setting_problem(train: TrainConfig) -> str | None:
+    """Return an error if a setting is given that only other schedules read; else None."""
+    read_by_some = frozenset[str]().union(*(schedule.settings for schedule in SCHEDULES.values()))
+    for name in sorted(read_by_some - SCHEDULES[train.schedule].settings):
+        value = getattr(train, name)
+        if value != type(train).model_fields[name].default:
+            readers = " or ".join(key for key, schedule in SCHEDULES.items() if name in schedule.settings)
+            unread = f"train.schedule={train.schedule} does not use train.{name}={value}"
+            return f"{unread}; leave that out, or set train.schedule={readers}"
+    return None
+
+
+def warmup_and_decay_steps(train: TrainConfig, steps: int) -> tuple[int, int]:
+    """Return the number of steps of the warm-up, and of a decay at the end: 0 if the schedule has no such phase."""
+    warmup = _in_steps(train.warmup_steps, steps)
+    if "decay_steps" not in SCHEDULES[train.schedule].settings:
+        return warmup, 0
+    return warmup, max(1, _in_steps(train.decay_steps, steps))
+
+
+def _in_steps(length: float, steps: int) -> int:
+    """Return a number of steps as it is, and a share of the run, which is below 1, in steps."""
+    return round(length * steps) if length < 1 else int(length)
+
+
+def schedule_problem(train: TrainConfig, steps: int, steps_text: str) -> tuple[str, str] | None:
+    """Return an error and its fix if no step has the highest learning rate; `steps_text` names the run's steps."""
+    warmup, decay = warmup_and_decay_steps(train, steps)
+    if warmup + decay < steps:
+        return None
+    phases, fix = f"train.warmup_steps={train.warmup_steps}", "a tenth of the steps is a usual warm-up"
+    if decay:
+        phases += f" with train.decay_steps={train.decay_steps}"
+        fix += ", a fifth a usual decay"
+    return f"{phases} leaves nothing of {steps_text}", fix
+
+
+def learning_rate_at(train: TrainConfig, step: int, *, steps: int) -> float:
+    """Return the learning rate of step `step`, counted from 0, in a run of `steps`."""
+    high, low = train.learning_rate, train.min_learning_rate
+    if low is None:
+        low = high / 10
+    warmup, decay = warmup_and_decay_steps(train, steps)
+    if step < warmup:
+        return high * (step + 1) / warmup
+    last = steps - 1
+    start = last - decay if decay else warmup
+    done = min(1.0, max(0, step - start) / max(1, last - start))
+    return SCHEDULES[train.schedule].decay(done, high, low)
