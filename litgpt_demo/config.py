@@ -148,6 +148,8 @@ def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it mak
 
 class _Corpus(Settings):
     kind: str
+    is_tokenized: ClassVar[bool] = False
+    """True for token ids instead of text."""
 
     @property
     def label(self) -> str:
@@ -215,14 +217,12 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
     revision: str = "main"
     """Branch, tag or commit of Skylion007/openwebtext."""
 
-    def as_hub(self) -> HubCorpus:
-        return HubCorpus(kind="hub", name="Skylion007/openwebtext", revision=self.revision, files="**/*.parquet")
-
 
 class TokensCorpus(_Corpus, title="Token ids"):
     """Files of token ids, as nanoGPT and LitGPT make them: train.bin and val.bin. They are read where they lie."""
 
     kind: Literal["tokens"] = Kind("tokens")
+    is_tokenized: ClassVar[bool] = True
     max_bytes: ClassVar[int | None] = None
     path: Place = Field(min_length=1)
     """The folder of the files, on this machine or in a bucket."""
@@ -405,7 +405,7 @@ class DataConfig(Settings, title="Data"):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        of_ids, mixture = isinstance(self.corpus, TokensCorpus), self.mixture
+        of_ids, mixture = self.corpus.is_tokenized, self.mixture
         names, starts = [one.label for one in mixture], [stage.after for stage in self.stages]
         if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
             why = "token ids need the tokenizer that made them" if of_ids else "a mixture cannot train its tokenizer"

@@ -22,7 +22,7 @@ from launcher.runs.lease import LOOK, FolderLease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
 from litgpt_demo.config import EvaluationConfig
-from litgpt_demo.data.corpus import can_reach_hub
+from litgpt_demo.data.hub import can_reach_hub
 from litgpt_demo.errors import UserError, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.metrics import Row

@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
 from litgpt_demo.data import shards
-from litgpt_demo.data.corpus import sources
+from litgpt_demo.data.corpus import list_files
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.data.shards import documents
@@ -101,7 +101,7 @@ def of_each(address: str | Path, *ends: str) -> list[str]:
 
 
 def read(corpus: Corpus, scratch: Path) -> list[str]:
-    return list(documents(DataConfig(corpus=corpus), sources(corpus), scratch))
+    return list(documents(DataConfig(corpus=corpus), list_files(corpus), scratch))
 
 
 def put_objects(bucket: BucketStorage, *names: str) -> None:

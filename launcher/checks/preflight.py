@@ -35,7 +35,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script
 from litgpt_demo import PYTHON, catalogue
-from litgpt_demo.config import EvaluationConfig, ModelConfig, OpenWebTextCorpus, Origin, TokensCorpus, TrainConfig
+from litgpt_demo.config import EvaluationConfig, ModelConfig, Origin, TrainConfig
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.node.checks import check_packages
@@ -291,8 +291,7 @@ def rehearse(planned: PlannedDataset) -> Rehearsal:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
                 Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            texts = not isinstance(corpus, OpenWebTextCorpus | TokensCorpus)
-            if texts and first.file is not None and first.size <= _OPENED:
+            if not corpus.is_tokenized and first.file is not None and first.size <= _OPENED:
                 begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
                 deque(documents(begun, planned.sources, Path(folder)), maxlen=0)
             return None
@@ -312,7 +311,7 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
 
     if planned.parts:
         return "; ".join(filter(None, (scratch_for(part, root=root, workers=workers) for part in planned.parts)))
-    if isinstance(planned.data.corpus, TokensCorpus) or all(source.file is not None for source in planned.sources):
+    if planned.data.corpus.is_tokenized or all(source.file is not None for source in planned.sources):
         return ""
     work = Work(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)

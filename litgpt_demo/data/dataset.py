@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 from pydantic import Field, JsonValue
 
-from litgpt_demo.config import MAX_DOCUMENT_BYTES, DataConfig, Filters, Settings, TokensCorpus, key_of, slug
-from litgpt_demo.data.corpus import corpus_identity, sources
-from litgpt_demo.data.reading import Source
+from litgpt_demo.config import DataConfig, Filters, Settings, key_of, slug
+from litgpt_demo.data.corpus import kind_of
+from litgpt_demo.data.reading import Source, first_few
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.documents import FileRecord, bring, read_manifest, write_manifest
@@ -41,7 +41,7 @@ UNKNOWN = "unknown"
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs mean other bytes."""
 
-_APART = {"corpus", "tokenizer", "mixture", "stages"}  # of DataConfig, told of in a key in their own ways
+_HASHED_APART = {"corpus", "tokenizer", "mixture", "stages"}  # fields of DataConfig that enter a key in their own ways
 _BLOCK = 16 << 20  # bytes read at a time to verify, by each of _READERS
 _READERS = 4
 _HEAD = 4096  # first bytes of a file that show what it is
@@ -166,8 +166,8 @@ class PlannedDataset:
     key: str
     unknown: str = ""
     """The reason why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
-    left_out: tuple[str, ...] = ()
-    """What the corpus's paths select and nobody can read, or would read twice: a sentence each."""
+    skipped_paths: tuple[str, ...] = ()
+    """Paths that the corpus selects and that cannot be read, or would be read twice: a sentence each."""
 
     parts: tuple[PlannedDataset, ...] = ()
     """The datasets that a mixture is made of."""
@@ -196,21 +196,27 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
             tokenizer=parts[0].tokenizer,
             name=data.label,
             key=mixture_key([part.key for part in parts], data.schedule),
-            left_out=tuple(path for part in parts for path in part.left_out),
+            skipped_paths=tuple(path for part in parts for path in part.skipped_paths),
             parts=parts,
         )
-    left_out = list[str]()
-    found = sources(data.corpus, left_out)
+    kind, skipped_paths = kind_of(data.corpus), list[str]()
+    files = kind.list_files(skipped_paths)
     identity, tokenizer = tokenizer_identity(data.tokenizer)
-    told = set[str]() if isinstance(data.corpus, TokensCorpus) else set(DataConfig.model_fields) - _APART
-    if data.on_bad_document != "skip" or data.max_document_bytes == MAX_DOCUMENT_BYTES:
-        told.discard("max_document_bytes")  # it decides no byte: datasets keep the keys that they had before it
+    decisive = set[str]()
+    if not data.corpus.is_tokenized:
+        decisive = set(DataConfig.model_fields) - _HASHED_APART
+    if data.on_bad_document == "fail":
+        decisive.discard("max_document_bytes")  # it decides whether there is a dataset, and no byte of it
     # The version of Unicode says what a letter is, where that decides which documents pass.
     unicode = unicodedata.unidata_version if data.filters.min_letter_ratio else None
-    rest = data.model_dump(mode="json", include=told)
-    key = key_of(FORMAT, corpus_identity(data.corpus, found), identity, rest, unicode)
+    settings = data.model_dump(mode="json", include=decisive)
     return PlannedDataset(
-        data=data, sources=tuple(found), tokenizer=tokenizer, name=data.corpus.label, key=key, left_out=tuple(left_out)
+        data=data,
+        sources=tuple(files),
+        tokenizer=tokenizer,
+        name=data.corpus.label,
+        key=key_of(FORMAT, kind.identity(files), identity, settings, unicode),
+        skipped_paths=tuple(skipped_paths),
     )
 
 
@@ -224,9 +230,9 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
     """Yield what is odd about the corpus and makes no error, as far as its files' names and their start tell."""
-    if planned.left_out:
-        told = "; ".join(planned.left_out[:3]) + "; …" * (len(planned.left_out) > 3)
-        what = f"data.corpus.paths select what is not read, {len(planned.left_out):,} in all: {told}"
+    if planned.skipped_paths:
+        what = f"data.corpus.paths select what is not read, {len(planned.skipped_paths):,} in all: "
+        what += first_few(planned.skipped_paths)
         yield Finding(
             "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
         )

@@ -31,11 +31,12 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from litgpt_demo.config import DataConfig, OpenWebTextCorpus, TokensCorpus
+from litgpt_demo.config import DataConfig, TokensCorpus
 from litgpt_demo.data import dataset, workers
-from litgpt_demo.data.corpus import corpus_identity, local_copy, selects, token_home
+from litgpt_demo.data.corpus import kind_of, selects, token_folder
 from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, PlannedDataset, Split
-from litgpt_demo.data.reading import Source, not_ids, require_content
+from litgpt_demo.data.fetching import local_copy
+from litgpt_demo.data.reading import Source, not_ids, refuse_lfs_pointer
 from litgpt_demo.data.shards import Shard, plan_shards
 from litgpt_demo.data.workers import SHARDS, Assignment, Encoded, Mask, StoredTokenizer, Survey, TokenPiece, Work
 from litgpt_demo.documents import FileRecord, write_manifest
@@ -50,9 +51,6 @@ Surveyed: TypeAlias = list[tuple[Shard, Survey]]
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 _AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
 _BLOCK = 1 << 20
-
-# nanoGPT's data/openwebtext/readme.md and the corpus' own card, with the GPT-2 tokenizer, seed 2357, fraction 0.0005.
-OPENWEBTEXT_TOTALS = {"documents": 8_013_769, "train": 9_035_582_198, "validation": 4_434_897}
 
 
 class MapFn(Protocol):
@@ -132,8 +130,11 @@ def prepare(
     try:
         if (done := dataset.finished_dataset(root, planned)) is None:
             try:
-                of_tokens = isinstance(planned.data.corpus, TokensCorpus)
-                make = _mixed if planned.parts else _counted if of_tokens else _prepared
+                make = _prepared
+                if planned.parts:
+                    make = _mixed
+                elif planned.data.corpus.is_tokenized:
+                    make = _counted
                 done = make(planned, work, each or in_threads(threads_for(root.root)), report)
                 write_manifest(work.storage, done)
             except (TrainLitgptError, OSError):
@@ -194,7 +195,7 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
     manifest = _manifest(
         planned,
         tokenizer,
-        corpus=corpus_identity(data.corpus, planned.sources),
+        corpus=kind_of(data.corpus).identity(planned.sources),
         dropped=dict(sorted((+dropped).items())),
         bad_documents=sum(record.bad for record in surveys),
         bad_places=tuple(place for record in surveys for place in record.bad_places)[: workers.PLACES],
@@ -255,7 +256,7 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
     corpus = planned.data.corpus
     assert isinstance(corpus, TokensCorpus)
-    home, listed = token_home(corpus), corpus_identity(corpus, planned.sources)
+    home, listed = token_folder(corpus), kind_of(corpus).identity(planned.sources)
     elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
     dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
     known, tokenizer = {"corpus": listed, **elsewhere, **dtype}, planned.tokenizer
@@ -296,7 +297,7 @@ def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source:
             found = dataset.content_of(manifest, open_storage(str(path.parent)), copy)
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
-    require_content(found.head, where)
+    refuse_lfs_pointer(found.head, where)
     if (kind := not_ids(found.head, record.size)) is not None:
         raise UserError(f"{where} is {kind}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
@@ -478,16 +479,19 @@ def _require_whole(storage: Storage, stored: ObjectInfo, parts: Sequence[FileRec
 
 
 def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
-    """OpenWebText with GPT-2's tokenizer must have the known totals: another sum is another dataset."""
+    """Raise DataError if a corpus with known totals has others, split as usual with GPT-2's tokenizer."""
+    corpus, expected = planned.data.corpus, kind_of(planned.data.corpus).known_totals
     usual = {"validation_fraction", "split_seed", "filters"}
-    as_usual = planned.data.model_dump(include=usual) == DataConfig().model_dump(include=usual)
-    gpt2 = (manifest.vocab_size, manifest.end_of_text) == (50257, 50256)
+    is_usual = planned.data.model_dump(include=usual) == DataConfig().model_dump(include=usual)
+    is_gpt2 = (manifest.vocab_size, manifest.end_of_text) == (50257, 50256)
+    if expected is None or not is_usual or not is_gpt2:
+        return
     documents, train, validation = manifest.documents, manifest.train.tokens, manifest.validation.tokens
-    found = {"documents": documents, "train": train, "validation": validation}
-    if isinstance(planned.data.corpus, OpenWebTextCorpus) and gpt2 and as_usual and found != OPENWEBTEXT_TOTALS:
+    totals = {"documents": documents, "train": train, "validation": validation}
+    if totals != expected:
         raise DataError(
-            f"data.corpus=openwebtext has {found} in total, and it must have {OPENWEBTEXT_TOTALS}; "
-            "a source file is missing or changed: compare the revision of Skylion007/openwebtext"
+            f"data.corpus={corpus.kind} has {totals} in total, but must have {expected}",
+            fix="a file is missing or changed: compare the revision of Skylion007/openwebtext",
         )
 
 

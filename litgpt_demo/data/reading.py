@@ -17,7 +17,7 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -249,9 +249,10 @@ MOST_POINTER = 1024
 """More bytes than a pointer of Git LFS has: https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md"""
 
 
-def require_content(head: bytes, address: str) -> None:
-    """Refuse a pointer, which stands for a file in a clone without Git LFS: a UserError."""
-    if head.startswith(b"version https://git-lfs.github.com/spec/") and b"\noid sha256:" in head:
+def refuse_lfs_pointer(head: bytes, address: str) -> None:
+    """Raise UserError if a file with these first bytes is a pointer: a clone without Git LFS has it for the file."""
+    is_pointer = head.startswith(b"version https://git-lfs.github.com/spec/") and b"\noid sha256:" in head
+    if is_pointer and len(head) < MOST_POINTER:
         what = f"{address} is a Git LFS pointer: the file itself was not downloaded"
         raise UserError(what, fix="run `git lfs pull` where it was cloned")
 
@@ -592,6 +593,11 @@ def _json_text(line: bytes, column: str, most: int) -> str:
     if b"\\u" in line and re.search("[\ud800-\udfff]", text):
         raise DataError(f"has half a surrogate pair in {column!r}", fix="no UTF-8 text can hold it: repair the line")
     return text
+
+
+def first_few(sentences: Sequence[str], separator: str = "; ") -> str:
+    """Return the first three, and whether there are more."""
+    return separator.join([*sentences[:3], "…"] if len(sentences) > 3 else sentences)
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from litgpt_demo.config import Corpus, DataConfig, TokensCorpus
-from litgpt_demo.data.corpus import local_copy
+from litgpt_demo.config import Corpus, DataConfig
+from litgpt_demo.data.fetching import local_copy
 from litgpt_demo.data.reading import BadDocument, Batch, Layout, Source, compression_of, cuts, opened, read, row_groups
 from litgpt_demo.errors import DataError, Finding, TrainLitgptError, UserError
 
@@ -174,7 +174,7 @@ def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Find
     Looks at the first LOOKED_AT bytes, up to the first file that is not on this machine and has more.
     """
     layout, texts, left = Layout.of(corpus), list[bytes](), LOOKED_AT
-    if (separator := layout.separator) is None or isinstance(corpus, TokensCorpus):
+    if (separator := layout.separator) is None:
         return
     with TemporaryDirectory(prefix="train-litgpt-") as scratch, suppress(TrainLitgptError, OSError):  # its reader tells
         for source in (source for source in sources if layout.format_of(source.name) == "text"):

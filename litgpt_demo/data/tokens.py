@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.data.corpus import asking_hub, hub_endpoint
-from litgpt_demo.data.reading import require_content
+from litgpt_demo.data.hub import hub_endpoint, translate_hub_errors
+from litgpt_demo.data.reading import refuse_lfs_pointer
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
@@ -106,7 +106,7 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
         place = hf_hub_download(settings.name, name, revision=settings.revision, endpoint=hub_endpoint())
         return Path(place).read_bytes()
 
-    with asking_hub(settings.name, settings.revision):
+    with translate_hub_errors(settings.name, settings.revision):
         files = {"tokenizer.json": fetch("tokenizer.json")}
         for name in _COMPANIONS[:3]:
             with suppress(EntryNotFoundError):
@@ -119,7 +119,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     from tokenizers import Tokenizer as HfTokenizer
 
     for name, content in files.items():
-        require_content(content, f"data.tokenizer: {name} of {origin}")
+        refuse_lfs_pointer(content, f"data.tokenizer: {name} of {origin}")
     try:
         tokenizer = HfTokenizer.from_buffer(files["tokenizer.json"])
         special, config = (_CONFIG.validate_json(files.get(name, b"{}")) for name in (_SPECIAL, _COMPANIONS[0]))

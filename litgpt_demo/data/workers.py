@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, key_of
-from litgpt_demo.data.corpus import forget
 from litgpt_demo.data.dataset import PlannedDataset
-from litgpt_demo.data.reading import BadDocument
+from litgpt_demo.data.fetching import forget
+from litgpt_demo.data.reading import BadDocument, first_few
 from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
 from litgpt_demo.documents import FileRecord, parse_json
@@ -214,9 +214,10 @@ def _stored_tokenizer(work: Work) -> StoredTokenizer:
 
 
 def skipped_ones(count: int, places: Sequence[str]) -> str:
-    """What to say behind an error about bad documents that were left out; nothing without any."""
-    told = "; ".join(places[:3]) + "; …" * (count > 3)
-    return f"; data.on_bad_document=skip left out {count:,} bad ones: {told}" if count else ""
+    """Return the end of an error's sentence that names the skipped documents; empty if there are none."""
+    if not count:
+        return ""
+    return f"; data.on_bad_document=skip left out {count:,} bad ones: {first_few(places)}"
 
 
 _encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing_extensions import TypedDict
 
 from litgpt_demo.config import Origin
-from litgpt_demo.data.corpus import CHECKSUMS, asking_hub, hub_endpoint
 from litgpt_demo.data.dataset import PlannedDataset, open_dataset
-from litgpt_demo.data.reading import MOST_POINTER, require_content
+from litgpt_demo.data.fetching import CHECKSUMS
+from litgpt_demo.data.hub import hub_endpoint, translate_hub_errors
+from litgpt_demo.data.reading import MOST_POINTER, refuse_lfs_pointer
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.runs import read_spec
@@ -69,7 +70,7 @@ def _of_hub(repository: str, revision: str | None) -> Origin | None:
     listed, offline = dict[str, tuple[int, str]](), constants.HF_HUB_OFFLINE
     folder = _from_hub(repository, revision, [*_BESIDE, *(["*.safetensors"] if offline else [])])
     if not offline:
-        with asking_hub(repository, commit := folder.name):
+        with translate_hub_errors(repository, commit := folder.name):
             api = HfApi(endpoint=hub_endpoint())
             info = api.model_info(repository, revision=commit, files_metadata=True, timeout=60)
         for file in info.siblings or []:
@@ -91,7 +92,7 @@ def _of_hub(repository: str, revision: str | None) -> Origin | None:
 
 
 def _names_in(index: bytes, address: str, *, fix: str) -> list[str]:
-    require_content(index, address)
+    refuse_lfs_pointer(index, address)
     return sorted({*parse_json(index, _Index, where=address, fix=fix)["weight_map"].values()})
 
 
@@ -103,7 +104,7 @@ def _from_hub(repository: str, revision: str | None, patterns: list[str]) -> Pat
     """Fetch files into the cache of the Hub's client; the folder has the name of the commit."""
     from huggingface_hub import snapshot_download
 
-    with asking_hub(repository, revision or "main"):
+    with translate_hub_errors(repository, revision or "main"):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, endpoint=hub_endpoint()))
 
 
@@ -146,7 +147,7 @@ def _of_folder(place: Storage) -> Origin | None:
     try:
         files = [place.stat(name) for name in (*names, CONFIGS[kind])]
         for file in (file for file in files if file.size < MOST_POINTER):
-            require_content(place.read(file.path), place.address(file.path))
+            refuse_lfs_pointer(place.read(file.path), place.address(file.path))
         return _origin(kind, place, files)
     except FileNotFoundError as error:
         if not place.exists(names[0]):

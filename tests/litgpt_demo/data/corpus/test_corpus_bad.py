@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from litgpt_demo.config import Corpus, DataConfig, TokenizerFile, TokensCorpus
-from litgpt_demo.data.corpus import sources
+from litgpt_demo.data.corpus import list_files
 from litgpt_demo.data.reading import BadDocument, opened, seekable
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, UserError
@@ -34,7 +34,7 @@ def skipping(
     texts: list[str] = []
     bad: list[tuple[int, BadDocument]] = []
     data = DataConfig(corpus=corpus, on_bad_document="skip", max_document_bytes=most)
-    for shard in plan_shards(corpus, sources(corpus), target):
+    for shard in plan_shards(corpus, list_files(corpus), target):
         for batch in read_shard(data, shard, folder):
             bad += [(len(texts) + one.index, one) for one in batch.bad]
             texts += batch.texts.to_pylist()
@@ -163,7 +163,7 @@ def little_memory() -> Iterator[None]:
 def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Path, compression: str) -> None:
     name = f"bomb.txt{compression}"
     (tmp_path / name).write_bytes(COMPRESS[compression](b"\0" * 200_000_000))
-    [source] = sources(files(tmp_path))
+    [source] = list_files(files(tmp_path))
     with little_memory(), opened(tmp_path / name, source) as stream:
         assert stream.read(10) == b"\0" * 10
 
@@ -187,7 +187,7 @@ def test_git_lfs_pointer_in_a_corpus_is_refused(tmp_path: Path, bucket: Storage,
         tokenizer = TokenizerFile(kind="file", path="nowhere")
         data = DataConfig(corpus=corpus, on_bad_document="skip", tokenizer=tokenizer)
         with pytest.raises(UserError, match=rf"{re.escape(place.address(name))} is a Git LFS pointer.*`git lfs pull`"):
-            list(documents(data, sources(corpus), tmp_path / "scratch"))
+            list(documents(data, list_files(corpus), tmp_path / "scratch"))
 
 
 def test_a_text_about_git_lfs_is_a_document(tmp_path: Path) -> None:
@@ -195,13 +195,13 @@ def test_a_text_about_git_lfs_is_a_document(tmp_path: Path) -> None:
     text = f"{POINTER.splitlines()[0].decode()} is how a pointer begins"
     write(tmp_path, {"a.txt": text.encode()})
     data = DataConfig(corpus=files(tmp_path))
-    assert "".join(documents(data, sources(data.corpus), tmp_path / "scratch")) == text
+    assert "".join(documents(data, list_files(data.corpus), tmp_path / "scratch")) == text
 
 
 def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl.zst": COMPRESS[".zst"](b'{"text": "' + b"x" * 200_000_000)})
     data = DataConfig(corpus=files(tmp_path), max_document_bytes=1_000_000)
-    found = documents(data, sources(data.corpus), tmp_path / "scratch")
+    found = documents(data, list_files(data.corpus), tmp_path / "scratch")
     with little_memory(), pytest.raises(DataError, match="line 1: has more than 1,000,000 bytes"):
         next(found)
 
@@ -212,7 +212,7 @@ def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
     monkeypatch.setattr("litgpt_demo.data.reading.SLACK", 1_000_000)
     bomb, scratch = tmp_path / "a.parquet.zst", tmp_path / "scratch"
     bomb.write_bytes(COMPRESS[".zst"](b"\0" * 100_000_000))
-    [source] = sources(files(tmp_path))
+    [source] = list_files(files(tmp_path))
     refused = pytest.raises(DataError, match=r"a\.parquet\.zst holds more than .* bytes decompressed")
     with refused, seekable(bomb, source, scratch):
         pass
@@ -229,7 +229,7 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
     content = FORMATS[Path(name.removesuffix(".gz")).suffix](["one", TOO_LONG, "three"])
     write(tmp_path, {name: gzip.compress(content) if name.endswith(".gz") else content})
     data = DataConfig(corpus=files(tmp_path, separator=SEPARATOR), max_document_bytes=1_000_000)
-    [shard] = plan_shards(data.corpus, sources(data.corpus))
+    [shard] = plan_shards(data.corpus, list_files(data.corpus))
     with pytest.raises(DataError, match=rf"{name}, {place}.*: has more than 1,000,000 bytes"):
         list(read_shard(data, shard, tmp_path / "scratch"))
     [batch] = read_shard(data.model_copy(update={"on_bad_document": "skip"}), shard, tmp_path / "scratch")
@@ -267,7 +267,7 @@ def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, {name: PARQUET if name == "a.parquet" else as_jsonl(TEXTS)}) / name
     before, corpus = path.stat(), files(tmp_path)
-    (shard,) = plan_shards(corpus, sources(corpus), 1 << 30)
+    (shard,) = plan_shards(corpus, list_files(corpus), 1 << 30)
     with cut_into(1 << 30, batch=1000):
         found = read_shard(DataConfig(corpus=corpus, on_bad_document="skip"), shard, tmp_path)
         next(found)
