@@ -1,91 +1,96 @@
-"""The networks: a file each but for plain TCP, the registry of them, and the settings that follow from them."""
+"""The registry of networks: a module each, which has the network's settings, releases and values.
+
+A new network is a module with a TYPE (launcher.networks.profile) and a line here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from launcher.machines import MACHINES, Machine
-from launcher.networks import gib, ib, roce, tcpx, tcpxo
-from launcher.networks.profile import GIB, Choice, DaemonOptions, Network
+from pydantic import Field
+
+from launcher.machines import Machine
+from launcher.networks.profile import Carrier, Network, NetworkContext, NetworkType
 from litgpt_demo.config import Settings
-from litgpt_demo.node.network import NodeNetwork
 
-DEFAULT: Final = "plain"
-"""The network that every cluster has, and that a config which names none gets."""
-InPods: TypeAlias = Literal["plain", "gib", "roce", "tcpx", "tcpxo"]
-"""Those of a platform that gives pods whatever they ask for, GKE's Network objects and the host's network included."""
-OnMachines: TypeAlias = Literal["plain", "ib", "roce"]
-"""Those of a platform whose nodes are machines that see their cards themselves."""
-ByMultus: TypeAlias = Literal["plain", "roce"]
-"""Those of a platform that gives further interfaces by Multus, and devices as extended resources."""
-
-
-def plain(choice: Choice, _options: Settings) -> Network:
-    """Plain TCP over the pod's only interface, for which nothing is to be set up but /dev/shm: data loaders and NCCL
-    outgrow the 64 MB that a container has by default (https://github.com/NVIDIA/nccl/issues/290)."""
-    machine = choice.machine
-    shm = min(64 * GIB, machine.memory_gib * GIB // 4 if machine else 8 * GIB)
-    node = NodeNetwork(name="plain", gpus=machine.gpus if machine else 0, shm_bytes=min(shm, GIB))
-    return Network(node=node, shm_bytes=shm)
-
-
-class Profile(NamedTuple):
-    """All that shared code knows of a network."""
-
-    make: Callable[[Choice, Any], Network]
-    options: type[Settings]
-    """Its settings, which are bases of the `platform` section of every platform that can carry it."""
-    machines: tuple[str, ...] = ()
-    """Machine types that have its hardware."""
-    unlisted: bool = False
-    """Machines that are not in our table may have it."""
-
-
-NETWORKS: Mapping[str, Profile] = MappingProxyType(
-    {
-        "plain": Profile(plain, Settings, tuple(MACHINES), unlisted=True),
-        "gib": Profile(gib.network, gib.Options, ("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g")),
-        "ib": Profile(ib.network, ib.Options, unlisted=True),
-        "roce": Profile(roce.network, roce.Options, unlisted=True),
-        "tcpx": Profile(tcpx.network, tcpx.Options, ("a3-highgpu-8g",)),
-        "tcpxo": Profile(tcpxo.network, DaemonOptions, ("a3-megagpu-8g",)),
-    }
+_NAMES = (
+    "plain",
+    "gib",
+    "ib",
+    "roce",
+    "tcpx",
+    "tcpxo",
 )
+NETWORKS: Mapping[str, NetworkType] = MappingProxyType(
+    {name: import_module(f"launcher.networks.{name}").TYPE for name in _NAMES}
+)
+DEFAULT: Final = _NAMES[0]
+"""The network that every cluster has, and that a config gets which names none."""
 
 
 class NetworkSettings(Settings):
-    """The last of the network's bases of a `platform` section: a form shows networks' options next to it."""
+    """The base of a `platform` section with a network; a form shows the networks' settings next to it."""
 
     network: str = DEFAULT
 
 
+def _settings_of(carrier: Carrier) -> Any:
+    """Return the base with the settings of all networks that a carrier has."""
+    found = [network.settings[carrier] for network in NETWORKS.values() if carrier in network.settings]
+    specific = [settings for settings in found if not any(settings in base.__mro__[1:] for base in found)]
+    # In a form the fields of the last base come first.
+    bases: tuple[Any, ...] = (*reversed(dict.fromkeys(specific)), NetworkSettings)
+    return type("NetworkSettings", bases, {"__module__": __name__})
+
+
+def _name_of(carrier: Carrier) -> Any:
+    """Return the type of the field `network`: the names of the networks that a carrier has, and the help text."""
+    titles = {name: network.title for name, network in NETWORKS.items() if carrier in network.settings}
+    listed = ", ".join(f"{name} ({title})" for name, title in titles.items())
+    return Annotated[Literal[tuple(titles)], Field(description=f"How nodes reach each other: {listed}.")]
+
+
+if TYPE_CHECKING:
+    InPods = str
+    ByMultus = str
+    OnMachines = str
+    PodSettings = NetworkSettings
+    MultusSettings = NetworkSettings
+    MachineSettings = NetworkSettings
+else:
+    InPods, ByMultus, OnMachines = map(_name_of, Carrier)
+    PodSettings, MultusSettings, MachineSettings = map(_settings_of, Carrier)
+
+
 def networks_of(machine: Machine) -> tuple[str, ...]:
-    """Return the networks that a machine has the hardware for, the one to use first."""
-    names = [name for name, profile in NETWORKS.items() if machine.name in profile.machines]
-    return tuple(sorted(names, key=DEFAULT.__eq__))
+    """Return the networks that a machine has the hardware for, the fastest first and the default last."""
+    names = [name for name, network in NETWORKS.items() if machine.name in network.machines and name != DEFAULT]
+    return (*names, DEFAULT)
 
 
-def chosen_network(section: Any, **choice: bool) -> Network:
-    """Return the network that a `platform` section asks for; `choice` is the platform's part of a Choice."""
-    return NETWORKS[section.network].make(Choice(machine=section.machine_type, **choice), section)
+def chosen_network(section: Any, carrier: Carrier, *, host_network: bool = False) -> Network:
+    """Return the network that a `platform` section names."""
+    context = NetworkContext(machine=section.machine_type, carrier=carrier, host_network=host_network)
+    return NETWORKS[section.network].make(context, section)
 
 
 def require_fit(section: Any) -> Any:
-    """Refuse a `platform` section with options of another network, or with a network of another machine."""
-    chosen, machine = section.network, section.machine_type
-    if machine is None and not NETWORKS[chosen].unlisted:
+    """Refuse a `platform` section with settings of another network, or with a network of another machine."""
+    name, machine = section.network, section.machine_type
+    network = NETWORKS[name]
+    if machine is None and not network.unlisted:
         fix = f"name one in platform.machine, or take {DEFAULT}"
-        raise ValueError(f"platform.network={chosen} belongs to particular machines; {fix}")
-    if machine is not None and machine.name not in NETWORKS[chosen].machines:
+        raise ValueError(f"platform.network={name} belongs to particular machines; {fix}")
+    if machine is not None and machine.name not in network.machines:
         fix = f"take {' or '.join(networks_of(machine))}"
-        raise ValueError(f"platform.network={chosen}, which a {machine.name} has not got; {fix}")
-    own = NETWORKS[chosen].options.model_fields
-    for profile in NETWORKS.values():
-        for name, field in profile.options.model_fields.items():
-            if name not in own and (value := getattr(section, name, field.default)) != field.default:
-                owners = " or ".join(owner for owner, other in NETWORKS.items() if name in other.options.model_fields)
-                what = f"platform.{name}={value} means nothing to platform.network={chosen}"
-                raise ValueError(f"{what}; set network: {owners}, or leave it out")
+        raise ValueError(f"platform.network={name}, which a {machine.name} has not got; {fix}")
+    for setting, field in type(section).model_fields.items():
+        owners = [owner for owner, known in NETWORKS.items() if setting in known.setting_names]
+        value = getattr(section, setting)
+        if owners and name not in owners and value != field.default:
+            what = f"platform.{setting}={value} means nothing to platform.network={name}"
+            raise ValueError(f"{what}; set network: {' or '.join(owners)}, or leave it out")
     return section

@@ -75,17 +75,16 @@ class Options(net.PluginOptions):
     """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
 
 
-def network(choice: net.Choice, options: Options) -> net.Network:
-    """gIB for a choice of machine, of plug-in on node or in pod, of annotations, claims, or the host's network."""
-    assert choice.machine is not None  # it belongs to particular machines
-    machine, cards, arm = choice.machine.name, choice.machine.nics, choice.machine.arch == "arm64"
+def network(context: net.NetworkContext, options: Options) -> net.Network:
+    assert context.machine is not None  # it belongs to particular machines
+    machine, cards, arm = context.machine.name, context.machine.nics, context.machine.arch == "arm64"
     image, pairs = (f"{PLUGIN_IMAGE}-arm64", ARM_PAIRS) if arm else (PLUGIN_IMAGE, PAIRS)
-    release = net.released(options, pairs, name="gib", plugin=image, manifest=_INSTALLERS[choice.machine.arch])
+    release = net.released(options, pairs, name="gib", plugin=image, manifest=_INSTALLERS[context.machine.arch])
     in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
     rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
     attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
-    named = () if by_claim or choice.host_network else ("eth0", *attached)
+    named = () if by_claim or context.host_network else ("eth0", *attached)
     recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
     tuned = {}
     if machine in TUNERS:
@@ -116,7 +115,7 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         mounts=(net.mount("libraries", "/usr/local/nvidia"), net.mount("gib", ROOT)),
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
-        privileged=choice.host_network,
+        privileged=context.host_network,
         claims=(*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ())),
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
@@ -130,3 +129,11 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         shm_bytes=250 * net.GIB,  # CEA's gpudirect-rdma/nccl-test.yaml
         **release.network,
     )
+
+
+TYPE = net.NetworkType(
+    "GPUDirect-RDMA of A3 Ultra, A4 and A4X",
+    network,
+    {net.Carrier.PODS: Options},
+    machines=("a3-ultragpu-8g", "a4-highgpu-8g", "a4x-highgpu-4g"),
+)

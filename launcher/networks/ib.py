@@ -21,6 +21,9 @@ class Options(Settings):
     """The beginning of the names of the InfiniBand cards that are used (`ibstat -l` on a node lists them)."""
 
 
-def network(_choice: net.Choice, options: Options) -> net.Network:
+def network(_context: net.NetworkContext, options: Options) -> net.Network:
     node = NodeNetwork(name="ib", nccl_net="IB", hca=options.ib_hca, infiniband=True, shm_bytes=net.GIB)
     return net.Network(node=node, environment=net.reported(source=_NCCL), shm_bytes=net.GIB)
+
+
+TYPE = net.NetworkType("InfiniBand", network, {net.Carrier.MACHINES: Options}, unlisted=True)

@@ -1,15 +1,16 @@
 """The vocabulary of networks: what pods and nodes need for one fabric, with the source of each value.
 
-What a job gets is made for a choice and for the network's options, because a fabric looks different on the host's
-network, with the plug-in from the node or from the pod, and from one plug-in version to the next.
+A network is made for its context and its options, because a fabric looks different on the host's network, with the
+plugin from the node or from the pod, and from one release of the plugin to the next.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -119,16 +120,26 @@ class Installer(NamedTuple):
     manifest: str
 
 
+class Carrier(StrEnum):
+    """The way in which a platform connects its nodes to a network."""
+
+    PODS = "pods"
+    """Pods get whatever they request, GKE's Network objects and the host's network included."""
+    MULTUS = "multus"
+    """Multus attaches pods to further interfaces, and cards are extended resources. Both have the same names in all
+    clusters, so that a network can have defaults."""
+    MACHINES = "machines"
+    """Nodes are machines without pods, which see their cards directly."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The machine, and whether pods share its network: what a network is made for."""
+class NetworkContext:
+    """The nodes that a network is made for."""
 
     machine: Machine | None = None
-    site_names: bool = False
-    """Attachments and resources have the same names in all clusters, so that a network can have defaults."""
+    carrier: Carrier = Carrier.PODS
     host_network: bool = False
-    bare: bool = False
-    """Nodes are machines without pods: nothing is attached or asked for."""
+    """Pods share the network of their machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +156,7 @@ class Network:
     capabilities: tuple[str, ...] = ()
     """All capabilities that the training's container has, as root; without them it is not root."""
     privileged: bool = False
-    alone: Mapping[str, str] = field(default_factory=dict)
+    anti_affinity: Mapping[str, str] = field(default_factory=dict)
     """The label of pods that must not share a machine with this one: one daemon per node."""
     claims: tuple[str, ...] = ()
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
@@ -159,7 +170,7 @@ class Network:
     known: tuple[ReleasePair, ...] = ()
     """The releases that we know for the nodes' processor, the default first."""
     problems: tuple[Finding, ...] = ()
-    """What is wrong with a choice and options that are each fine by themselves."""
+    """Errors of a context and options that are each right by themselves."""
     without_stack: str = ""
     """The advice to users where the plug-in is qualified for no software stack of ours."""
     installer: Installer | None = None
@@ -170,6 +181,24 @@ class Network:
         """The training runs as root: its fabric's devices and sockets belong to root, and only root has the use of a
         capability that is added (https://github.com/kubernetes/enhancements/issues/2763)."""
         return bool(self.capabilities)
+
+
+@dataclass(frozen=True)
+class NetworkType:
+    """A network as shared code sees it. The module of each network has one, named TYPE."""
+
+    title: str
+    make: Callable[[NetworkContext, Any], Network]
+    settings: Mapping[Carrier, type[Settings]]
+    """The network's settings on each carrier that has it. They become settings of the `platform` section."""
+    machines: tuple[str, ...] = ()
+    """Machine types that have its hardware."""
+    unlisted: bool = False
+    """Machines that are not in our table may have it."""
+
+    @property
+    def setting_names(self) -> set[str]:
+        return {name for settings in self.settings.values() for name in settings.model_fields}
 
 
 INTERFACES = "networking.gke.io/interfaces"
@@ -244,62 +273,86 @@ class Released(NamedTuple):
     """The fields of a NodeNetwork, by which a node judges the NCCL and the driver that it finds, and of a Network."""
 
 
+def tag_of(release: str) -> str:
+    """Return the tag of a release, which is a tag by itself or an image with a tag and perhaps a digest."""
+    return re.split("[:/]", release.partition("@")[0])[-1]
+
+
+def find_pair(pairs: tuple[ReleasePair, ...], tag: str, daemon_tag: str, *, name: str, daemon: bool) -> ReleasePair:
+    """Return the pair that two tags name, by default the first one. `daemon` says whether the network has daemons.
+
+    An unknown plugin is accepted with its daemon: a user may have a newer release.
+
+    Raises:
+        ConfigProblem: a tag is `latest`, or the daemon of an unknown plugin is not named.
+    """
+    releases = ", ".join(pair.plugin for pair in pairs)
+    for option, text in (("plugin", tag), ("daemon", daemon_tag)):
+        if text == "latest":
+            what = f"platform.network_{option}=latest is another build each time, and plug-in and daemon have to match"
+            raise ConfigProblem(what, fix=f"name a release: {releases}")
+    for pair in pairs:
+        if tag in {"", pair.plugin}:
+            if daemon_tag in {"", pair.daemon}:
+                return pair
+            return replace(pair, daemon=daemon_tag, source="platform.network_daemon")
+    if daemon and not daemon_tag:
+        what = f"platform.network_plugin={tag} is no {name} release that we know, nor is the daemon it needs"
+        raise ConfigProblem(what, fix=f"give platform.network_daemon too, or take one of {releases}")
+    return ReleasePair(tag, daemon_tag or None, "", "platform.network_plugin")
+
+
+def image_for(release: str, image: str, tag: str | None, registry: str) -> str:
+    """Return the image to pull: the release itself if it is an image, else the publisher's `image` from a registry."""
+    return release if "/" in release else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
+
+
+def check_registry(registry: str, images: Iterable[str]) -> tuple[Finding, ...]:
+    """Return an error if a mirror is set but is the source of none of the images."""
+    if registry == REGISTRY or any("/" not in image for image in images):
+        return ()
+    what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
+    return (Finding("error", "network.registry", what, "leave it out, or give tags"),)
+
+
 def released(
     options: PluginOptions, pairs: tuple[ReleasePair, ...], *, name: str, plugin: str, daemon: str = "", manifest: str
 ) -> Released:
-    """Return the plug-in and daemon that options mean; the default comes first in the table.
+    """Return the plugin and the daemon that options name.
 
-    A tag that the table lacks is taken as given, if both are: somebody has a newer release. Of a whole image the tag
-    says which release it is, and only a known one what it is qualified for. `plugin` and `daemon` are the publisher's
-    images, without tag; `manifest` is the address of the installer's. A ConfigProblem for `latest`, or a tag whose
-    partner is not known.
+    Args:
+        pairs: the known releases, the default first.
+        plugin, daemon: the publisher's images, without tags.
+        manifest: the address of the installer's manifest.
     """
-    given, given_daemon = options.network_plugin or "", getattr(options, "network_daemon", None) or ""
-    tag, daemon_tag = (re.split("[:/]", one.partition("@")[0])[-1] for one in (given, given_daemon))
-    releases = ", ".join(one.plugin for one in pairs)
-    if "latest" in {tag, daemon_tag}:
-        loose = "plugin" if tag == "latest" else "daemon"
-        what = f"platform.network_{loose}=latest is another build each time, and plug-in and daemon have to match"
-        raise ConfigProblem(what, fix=f"name a release: {releases}")
-    chosen = next((one for one in pairs if tag in {"", one.plugin}), None)
-    if chosen is None:
-        if not daemon_tag and daemon:
-            what = f"platform.network_plugin={tag} is no {name} release that we know, nor is the daemon it needs"
-            raise ConfigProblem(what, fix=f"give platform.network_daemon too, or take one of {releases}")
-        chosen = ReleasePair(tag, daemon_tag or None, "", "platform.network_plugin")
-    elif daemon_tag not in {"", chosen.daemon}:
-        chosen = replace(chosen, daemon=daemon_tag, source="platform.network_daemon")
-
+    release = options.network_plugin or ""
+    daemon_release = getattr(options, "network_daemon", None) or ""
+    pair = find_pair(pairs, tag_of(release), tag_of(daemon_release), name=name, daemon=bool(daemon))
     registry = options.network_registry or REGISTRY
-
-    def pulled(whole: str, image: str, tag: str | None) -> str:
-        return whole if "/" in whole else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
-
-    problems: tuple[Finding, ...] = ()
-    if registry != REGISTRY and "/" in given and (not daemon or "/" in given_daemon):
-        what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
-        problems = (Finding("error", "network.registry", what, "leave it out, or give tags"),)
-    # The names by which the installer's image is known: the publisher's, a mirror's, the user's own.
-    image = pulled(given, plugin, chosen.plugin)
-    names = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
-    # Where nothing is known of this release, what fails or loads with another may do so with it.
-    other = chosen if chosen.nccl else next((one for one in pairs if one.nccl), chosen)
+    image = image_for(release, plugin, pair.plugin, registry)
+    installer = None
+    if options.network_install == "node":
+        # The installer's image may be the publisher's, a mirror's or the user's own.
+        images = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
+        installer = Installer(images=images, manifest=manifest)
+    # If nothing is known of this release, it may load or fail like another one.
+    similar = pair if pair.nccl else next((known for known in pairs if known.nccl), pair)
     return Released(
-        pair=chosen,
+        pair=pair,
         plugin=image,
-        daemon=pulled(given_daemon, daemon, chosen.daemon),
+        daemon=image_for(daemon_release, daemon, pair.daemon, registry),
         node={
-            "nccl_versions": chosen.nccl,
-            "nccl_elsewhere": () if chosen.nccl else other.nccl,
-            "nccl_loads": other.nccl_loads,
-            "nccl_fails": other.nccl_fails,
+            "nccl_versions": pair.nccl,
+            "nccl_elsewhere": () if pair.nccl else similar.nccl,
+            "nccl_loads": similar.nccl_loads,
+            "nccl_fails": similar.nccl_fails,
             "allow_unqualified": options.allow_unqualified_nccl,
-            "drivers": (f">={chosen.driver}",) if chosen.driver else (),
+            "drivers": (f">={pair.driver}",) if pair.driver else (),
         },
         network={
-            "pair": chosen,
+            "pair": pair,
             "known": pairs,
-            "problems": problems,
-            "installer": Installer(images=names, manifest=manifest) if options.network_install == "node" else None,
+            "problems": check_registry(registry, [release, daemon_release] if daemon else [release]),
+            "installer": installer,
         },
     )

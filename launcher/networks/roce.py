@@ -49,7 +49,7 @@ class Options(Interfaces):
     rdma/rdma."""
 
 
-def network(choice: net.Choice, options: Options) -> net.Network:
+def network(context: net.NetworkContext, options: Options) -> net.Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
     (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100).
 
@@ -57,25 +57,28 @@ def network(choice: net.Choice, options: Options) -> net.Network:
     readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
     """
-    if choice.bare:
-        given = tuple(filter(None, (options.roce_interface or "").split(",")))
-        node = NodeNetwork(name="roce", nccl_net="IB", interfaces=given, hca="mlx5", shm_bytes=net.GIB)
+    named_interfaces = tuple(options.roce_interface.split(",")) if options.roce_interface else ()
+    if context.carrier is net.Carrier.MACHINES:
+        node = NodeNetwork(name="roce", nccl_net="IB", interfaces=named_interfaces, hca="mlx5", shm_bytes=net.GIB)
         return net.Network(node=node, environment=(*ENVIRONMENT, *net.reported(source=_EPFL)), shm_bytes=net.GIB)
-    by_site = choice.site_names
-    attached = options.roce_network or (ATTACHMENT if by_site else "")
-    attachments = () if choice.host_network else tuple(filter(None, attached.split(",")))
-    counts = (one.partition("=") for one in (options.roce_resource or (RESOURCE if by_site else "")).split(",") if one)
-    resources = {name: int(count or 1) for name, _, count in counts}
+    attached, requested = options.roce_network or "", options.roce_resource or ""
+    if context.carrier is net.Carrier.MULTUS:
+        attached, requested = attached or ATTACHMENT, requested or RESOURCE
+    attachments = attached.split(",") if attached and not context.host_network else []
+    resources = {}
+    for request in requested.split(",") if requested else []:
+        name, _, count = request.partition("=")
+        resources[name] = int(count or 1)
     # Those that the user or the attachments name, else as Multus counts them from net1
     # (https://github.com/k8snetworkplumbingwg/multus-cni/blob/041e3ce4/docs/how-to-use.md). None on the host's network,
     # where the node takes every card that has an address.
-    interfaces = tuple(one.partition("@")[2] or f"net{number}" for number, one in enumerate(attachments, start=1))
-    if options.roce_interface:
-        interfaces = tuple(options.roce_interface.split(","))
+    interfaces = named_interfaces or tuple(
+        attachment.partition("@")[2] or f"net{number}" for number, attachment in enumerate(attachments, start=1)
+    )
     # Names that only the cluster's administrator knows and that are missing, or that have no meaning.
     problems = []
-    if choice.host_network == bool(attached):
-        shared = f"platform.host_network={choice.host_network}"
+    if context.host_network == bool(attached):
+        shared = f"platform.host_network={context.host_network}"
         what = f"platform.roce_network={options.roce_network} with {shared}: pods reach the cards by one of the two"
         fix = "name one that kubectl get network-attachment-definitions -A lists, or leave out platform.roce_network"
         problems.append(Finding("error", "network.roce-network", what, f"{fix} and set platform.host_network"))
@@ -89,10 +92,10 @@ def network(choice: net.Choice, options: Options) -> net.Network:
             nccl_net="IB",
             interfaces=interfaces,
             hca="mlx5",
-            gpus=choice.machine.gpus if choice.machine else 0,
+            gpus=context.machine.gpus if context.machine else 0,
             shm_bytes=net.GIB,
             # Of one site's cards; what others' reach is not known.
-            floor_gbytes=FLOOR if by_site else {},
+            floor_gbytes=FLOOR if context.carrier is net.Carrier.MULTUS else {},
         ),
         annotations={net.MULTUS: ",".join(attachments)} if attachments else {},
         resources=resources,
@@ -102,3 +105,11 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         shm_bytes=16 * net.GIB,
         problems=tuple(problems),
     )
+
+
+TYPE = net.NetworkType(
+    "RDMA over Ethernet",
+    network,
+    {net.Carrier.PODS: Options, net.Carrier.MULTUS: Options, net.Carrier.MACHINES: Interfaces},
+    unlisted=True,
+)

@@ -117,10 +117,9 @@ class Options(net.DaemonOptions):
     its own network never does; with host_network its machine is set so."""
 
 
-def network(choice: net.Choice, options: Options) -> net.Network:
-    """TCPX for a choice of release, of plug-in on node or in pod, of pod networks or the host's."""
+def network(context: net.NetworkContext, options: Options) -> net.Network:
     release = net.released(options, PAIRS, name="tcpx", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
-    on_host = choice.host_network
+    on_host = context.host_network
     # Before June 2026 there were several variables that were dropped then.
     former = release.pair.plugin in {known.plugin for known in PAIRS[1:]}
     sockets = net.mount("tcpx-socket", SOCKETS)
@@ -170,3 +169,6 @@ def network(choice: net.Choice, options: Options) -> net.Network:
         without_stack=_WITHOUT_STACK,
         **release.network,
     )
+
+
+TYPE = net.NetworkType("GPUDirect of A3 High", network, {net.Carrier.PODS: Options}, machines=("a3-highgpu-8g",))

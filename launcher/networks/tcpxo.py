@@ -87,14 +87,11 @@ HEALTH = "/run/health-check"
 """Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
 
 
-def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
-    """TCPXO for a choice of release, of plug-in on node or in pod, of pod networks or the host's.
-
-    Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
-    gke-tcpxo-networking).
-    """
+def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Network:
+    # Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
+    # gke-tcpxo-networking).
     release = net.released(options, PAIRS, name="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
-    on_host = choice.host_network
+    on_host = context.host_network
     folders, containers = [net.LIBRARIES], [_daemon(release, privileged=on_host)]
     volumes = [
         net.volume("libraries", "/home/kubernetes/bin/nvidia/lib64"),
@@ -131,7 +128,7 @@ def network(choice: net.Choice, options: net.DaemonOptions) -> net.Network:
         ),
         annotations=annotations,
         labels={"tcpxo": "daemon"},
-        alone={"tcpxo": "daemon"},
+        anti_affinity={"tcpxo": "daemon"},
         init_containers=containers,
         volumes=volumes,
         mounts=mounts,
@@ -181,3 +178,8 @@ def _daemon(release: net.Released, *, privileged: bool) -> Object:
     command = ["/bin/sh", "-c", f"set -ex; chmod 755 {script}; exec {script} {' '.join(flags)}"]
     rights = ["NET_ADMIN", "NET_BIND_SERVICE"]
     return net.daemon(DAEMON, release.daemon, command, rights=rights, privileged=privileged, **health)
+
+
+TYPE = net.NetworkType(
+    "GPUDirect of A3 Mega", network, {net.Carrier.PODS: net.DaemonOptions}, machines=("a3-megagpu-8g",)
+)

@@ -101,7 +101,7 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     sick = list(gpu.check_gpus(network, environ, root=root))
     if network.gpus and not (gpu.libcuda_is_cached() or gpu.libcuda_folder(environ, root)):
         what = f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH"
-        fix = "see that the pod asks for nvidia.com/gpu: the driver's libraries are mounted then"
+        fix = "see that the container has the driver's libraries; a pod that requests nvidia.com/gpu has them"
         sick.append(Finding("error", "gpu.libcuda", what, fix, FailureClass.NODE))
     yield from sick
     # A sick GPU may hang whoever uses it, and has been named.
@@ -180,7 +180,7 @@ def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[F
     ours = network.library_paths
     if first is None:
         what = f"NCCL's plug-in {name} is in none of {', '.join(folders) or 'no folders: LD_LIBRARY_PATH is empty'}"
-        fix = f"see whether the {network.name} installer's DaemonSet is ready on this node, and mounted in the pod"
+        fix = f"see whether {network.name}'s plug-in is installed on this node, and mounted in the node's container"
         yield Finding("error", "nccl.plugin", what, fix, FailureClass.NODE)
     elif ours and first not in ours:
         what = f"NCCL would load {first}/{name}, which is not the {network.name} plug-in of {' or '.join(ours)}"
@@ -193,9 +193,8 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     there = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     if missing := [name for name in network.interfaces if name not in there]:
         what = f"the interfaces {', '.join(missing)} are missing; there are {', '.join(there) or 'none'}"
-        fix = (
-            "see the pod's annotation networking.gke.io/interfaces or k8s.v1.cni.cncf.io/networks, and the node pool's"
-        )
+        fix = "name interfaces of this node, or see a pod's annotation networking.gke.io/interfaces or "
+        fix += "k8s.v1.cni.cncf.io/networks, and its node pool's"
         yield Finding("error", "network.interfaces", what, fix, FailureClass.NODE)
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
@@ -224,7 +223,7 @@ def check_daemon(network: NodeNetwork, *, patience: float = timeouts.NETWORK_DAE
         time.sleep(min(1.0, patience))
     if problem:
         what = f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}"
-        fix = "read the log of the pod's daemon container, and see that both mount the same folder for the socket"
+        fix = "read the daemon's log, and see that its container mounts the same folder for the socket"
         yield Finding("error", "network.daemon", what, fix, FailureClass.NODE)
 
 

@@ -48,7 +48,7 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     """The environment that shell scripts leave."""
     if missing := [script for script in scripts if not Path(script).is_file()]:
         what = f"the network's script {', '.join(missing)} is not on this node"
-        raise NodeError(what, fix="see whether the installer's DaemonSet is ready here, and its folder mounted")
+        raise NodeError(what, fix="see whether the plug-in is installed on this node, and its folder mounted")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:
@@ -70,7 +70,10 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
 _IPV4 = "0000:0000:0000:0000:0000:ffff:"
 _UNUSED = "0000:0000:0000:0000:0000:0000:0000:0000"
 
-_ANNOTATION = "the pod's annotation k8s.v1.cni.cncf.io/networks and its request for the extended resource (rdma/rdma)"
+_CARDS = (
+    "the RDMA cards of this node (of a pod: the annotation k8s.v1.cni.cncf.io/networks and the request for an extended "
+    "resource such as rdma/rdma)"
+)
 
 
 def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[str], int]:
@@ -83,7 +86,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
     there = sorted((sys / "class/infiniband").glob("*"))
     if not (cards := [card for card in there if card.name.startswith(prefix)]):
         what = f"no RDMA card is called {prefix}*: there are {', '.join(card.name for card in there) or 'none'}"
-        raise NodeError(what, fix=f"look at {_ANNOTATION}, or set the right prefix as NCCL_IB_HCA")
+        raise NodeError(what, fix=f"look at {_CARDS}, or set the right prefix as NCCL_IB_HCA")
     rows: list[str] = []
     usable: list[tuple[str, int, str]] = []
     for card in cards:
@@ -106,7 +109,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
     names, indices = [name for name, _, _ in usable], {index for _, index, _ in usable}
     if not usable:
         what = f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}"
-        fix = f"look at {_ANNOTATION}: the second interface has got no IPv4 address"
+        fix = f"look at {_CARDS}: the second interface has got no IPv4 address"
     elif len(names) > len(set(names)):
         what = f"one of the ports {', '.join(names)} has more than one address that is RoCE v2 over IPv4"
         fix = "give the interface one address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"

@@ -54,6 +54,8 @@ class NodeNetwork(Settings):
     name: str = "plain"
     nccl_net: str | None = None
     """The name that NCCL must report as `Using network …`; None where plain sockets are right."""
+    nccl_net_aliases: tuple[str, ...] = ()
+    """Names that other releases of the network's plugin report."""
     scripts: tuple[str, ...] = ()
     """Shell scripts to source, in order, before anything else is set."""
     library_paths: tuple[str, ...] = ()
@@ -175,16 +177,16 @@ _TELLING = re.compile(r"NCCL (INFO|WARN) .*(NET/|Plugin|plugin|Using network|Boo
 # What NCCL and the plug-ins print, and what is behind it. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
 # another version), GoogleCloudPlatform/container-engine-accelerators#414 (TCPX and a newer NCCL) and
 # GoogleCloudPlatform/cluster-toolkit#3032 (TCPX and a newer driver).
-_NOT_THERE = "the plug-in is on no folder of LD_LIBRARY_PATH: is its DaemonSet ready on this node?"
+_NOT_THERE = "the plug-in is on no folder of LD_LIBRARY_PATH: is it installed on this node?"
 _MISFIT = "the plug-in does not fit the GPU driver of this node; never use `latest` of either"
 _HINTS = {
     "ould not find: libnccl-net": _NOT_THERE,
     "No plugin found": _NOT_THERE,
     "Failed to find ncclNetPlugin": "the plug-in is of another version than this NCCL: see network_plugin",
-    "NET/IB : No device found": "the pod has no RDMA devices: look at its network annotations, or its resource claim",
+    "NET/IB : No device found": "this node has no RDMA devices; a pod gets them by its annotations or resource claim",
     "Inappropriate ioctl": _MISFIT,
     "gpu_tx_reg_mr failed": _MISFIT,
-    "onnection refused, retrying": "the receive daemon does not answer: look at the sidecar's log",
+    "onnection refused, retrying": "the receive daemon does not answer: look at its log",
 }
 
 
@@ -205,6 +207,7 @@ class NetworkUse:
         self._judged = self._sent() is None
         # Within one node NCCL names a network too, and does not use it.
         self._expected = network.nccl_net if nodes > 1 else None
+        self._accepted = {network.nccl_net, *network.nccl_net_aliases}
         self._logs, self._network = logs, network
         self._offsets: dict[Path, int] = {}
         self._tail: deque[str] = deque(maxlen=30)
@@ -236,7 +239,7 @@ class NetworkUse:
                     self._tail.append(line)
                     if said := _USING.search(line):
                         self._seen.add(said["name"])
-        if wrong := sorted(self._seen - {self._expected}):
+        if wrong := sorted(self._seen - self._accepted):
             return self._finding(f"NCCL uses {', '.join(wrong)}, not {self._expected}", FailureClass.NODE)
         if steps > 0 and not self._seen:
             what = f"the ranks have done a step, and NCCL has not said that it uses {self._expected}"

@@ -6,22 +6,22 @@ from pydantic import ValidationError
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES
 from launcher.networks import NETWORKS, networks_of, tcpx
-from launcher.networks.profile import Choice, Network
+from launcher.networks.profile import Carrier, Network, NetworkContext
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.node.network import NcclFit
 
 NAMES = ("a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4x-highgpu-4g")
-HIGH, MEGA, ULTRA, A4X = (Choice(machine=MACHINES[name]) for name in NAMES)
+HIGH, MEGA, ULTRA, A4X = (NetworkContext(machine=MACHINES[name]) for name in NAMES)
 DIGEST = "@sha256:" + 64 * "0"
 
 
-def open_network(name: str, choice: Choice, **options: str) -> Network:
-    return NETWORKS[name].make(choice, NETWORKS[name].options.model_validate(options))
+def make_network(name: str, context: NetworkContext, **options: str) -> Network:
+    return NETWORKS[name].make(context, NETWORKS[name].settings[Carrier.PODS].model_validate(options))
 
 
 def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
     for pair in tcpx.PAIRS:
-        made = open_network("tcpx", HIGH, network_plugin=pair.plugin, network_install="pod")
+        made = make_network("tcpx", HIGH, network_plugin=pair.plugin, network_install="pod")
         assert [one["image"].rsplit(":", 1)[-1] for one in made.init_containers] == [pair.plugin, pair.daemon]
 
 
@@ -42,11 +42,11 @@ def test_what_is_not_to_be_had_is_refused(network: str, machine: str, options: d
 
 
 def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() -> None:
-    known = open_network("tcpxo", MEGA, network_plugin="v1.0.14")
-    own = open_network("tcpxo", MEGA, network_plugin=f"my.example/own/plugin:v1.0.14{DIGEST}")
+    known = make_network("tcpxo", MEGA, network_plugin="v1.0.14")
+    own = make_network("tcpxo", MEGA, network_plugin=f"my.example/own/plugin:v1.0.14{DIGEST}")
     assert (own.pair, own.node.nccl_versions) == (known.pair, known.node.nccl_versions)
     patched = {"network_plugin": "my.example/own/plugin:patched", "network_daemon": "my.example/own/daemon:patched"}
-    assert open_network("tcpxo", MEGA, **patched).node.nccl_versions == ()
+    assert make_network("tcpxo", MEGA, **patched).node.nccl_versions == ()
 
 
 def test_every_machine_has_the_networks_it_names_and_every_value_says_where_it_was_read() -> None:
@@ -54,14 +54,14 @@ def test_every_machine_has_the_networks_it_names_and_every_value_says_where_it_w
         assert machine.sources
         assert all(source.startswith("https://") for source in machine.sources)
         for network in networks_of(machine):
-            made = open_network(network, Choice(machine=machine))
+            made = make_network(network, NetworkContext(machine=machine))
             assert len([name for name in made.node.interfaces if name != "eth0"]) in {0, machine.nics}
             values = (*made.environment, *made.scripted)
             assert [one.name for one in values if not one.source.startswith("https://")] == []
 
 
 @pytest.mark.parametrize(
-    ("network", "choice", "nccl", "fit"),
+    ("network", "context", "nccl", "fit"),
     [
         ("tcpx", HIGH, "2.19.3", NcclFit.QUALIFIED),
         ("tcpx", HIGH, "2.21.5", NcclFit.FAILS),
@@ -72,7 +72,7 @@ def test_every_machine_has_the_networks_it_names_and_every_value_says_where_it_w
     ],
 )
 def test_a_network_judges_an_nccl_by_what_its_publisher_tested(
-    network: str, choice: Choice, nccl: str, fit: NcclFit
+    network: str, context: NetworkContext, nccl: str, fit: NcclFit
 ) -> None:
-    options = {"network_plugin": "v1.1.2"} if choice is A4X else {}
-    assert open_network(network, choice, **options).node.nccl_fit(nccl) is fit
+    options = {"network_plugin": "v1.1.2"} if context is A4X else {}
+    assert make_network(network, context, **options).node.nccl_fit(nccl) is fit

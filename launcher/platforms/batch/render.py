@@ -16,7 +16,7 @@ from pydantic import ByteSize, TypeAdapter
 from launcher.environment import Entry, as_rows, node_environment
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import plain
-from launcher.networks.profile import LIBRARIES, Choice
+from launcher.networks.profile import LIBRARIES, NetworkContext
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.settings import asked
 from litgpt_demo.errors import EXIT_CODES, FailureClass
@@ -49,7 +49,7 @@ STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
     machine, resources = settings.machine_type, None
-    network = plain(Choice(machine=machine), settings)
+    network = plain.network(NetworkContext(machine=machine), settings)
     shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
     own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()
     if settings.node_gpus and settings.os == "cos":

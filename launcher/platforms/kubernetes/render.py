@@ -349,10 +349,10 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
     exclude = [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]
     rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
-    term = {"labelSelector": {"matchLabels": dict(network.alone)}, "topologyKey": _HOSTNAME}
+    term = {"labelSelector": {"matchLabels": dict(network.anti_affinity)}, "topologyKey": _HOSTNAME}
     affinity = asked(
         nodeAffinity=exclude and {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}},
-        podAntiAffinity=network.alone and {_REQUIRED: [term]},
+        podAntiAffinity=network.anti_affinity and {_REQUIRED: [term]},
     )
     return asked(nodeSelector=selector, affinity=affinity, tolerations=tolerations)
 

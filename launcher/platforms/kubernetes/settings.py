@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from launcher.machines import MACHINES, require_gpus
-from launcher.networks import DEFAULT, InPods, NetworkSettings, chosen_network, gib, require_fit, roce, tcpx
-from launcher.networks.profile import Network
+from launcher.networks import DEFAULT, InPods, PodSettings, chosen_network, require_fit
+from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded
 from litgpt_demo.config import Count, Kind, PositiveCount
 
@@ -26,9 +26,7 @@ UID = 1000
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
-class GkePlatformConfig(
-    tcpx.Options, roce.Options, gib.Options, NetworkSettings, ClusterSettings, title="GKE or any Kubernetes"
-):
+class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernetes"):
     """A Kubernetes cluster: GKE with its GPU networks, or any other."""
 
     opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:GkePlatform"
@@ -70,8 +68,6 @@ class GkePlatformConfig(
     exclude_nodes: tuple[str, ...] = ()
     """Never these nodes, by their kubernetes.io/hostname."""
     network: InPods = DEFAULT
-    """How nodes reach each other: plain (TCP, which every cluster has), gib (GPUDirect-RDMA of A3 Ultra, A4 and A4X),
-    roce (RDMA over Ethernet on other machines), tcpx (GPUDirect of A3 High), tcpxo (GPUDirect of A3 Mega)."""
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
     network_policy: bool = True
@@ -123,7 +119,7 @@ class GkePlatformConfig(
 
     @property
     def fabric(self) -> Network:
-        return chosen_network(self, host_network=self.host_network)
+        return chosen_network(self, Carrier.PODS, host_network=self.host_network)
 
     @property
     def isolated(self) -> bool:

@@ -13,8 +13,8 @@ from pydantic import Field, model_validator
 
 from launcher.errors import LoginProblem
 from launcher.machines import require_gpus
-from launcher.networks import DEFAULT, ByMultus, NetworkSettings, chosen_network, require_fit, roce
-from launcher.networks.profile import Network
+from launcher.networks import DEFAULT, ByMultus, MultusSettings, chosen_network, require_fit
+from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
 from litgpt_demo.config import Count, Kind, PositiveCount, Settings
 from litgpt_demo.secrets import is_protected, origin_of
@@ -56,7 +56,7 @@ class Claim(Settings):
     """The folder where it is mounted."""
 
 
-class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title="Run:ai"):
+class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     """A project of a Run:ai cluster, by its REST API or by its command line, old or new."""
 
     opens: ClassVar[str] = "launcher.platforms.runai.platform:RunaiPlatform"
@@ -94,7 +94,6 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title=
     topology_required: bool = False
     """Wait for such machines, rather than prefer them."""
     network: ByMultus = DEFAULT
-    """How nodes reach each other: plain (TCP, which every cluster has), roce (RDMA over Ethernet on other machines)."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
     priority: str | None = Field(None, pattern=NAME)
@@ -120,7 +119,7 @@ class RunaiPlatformConfig(roce.Options, NetworkSettings, ClusterSettings, title=
 
     @property
     def fabric(self) -> Network:
-        return chosen_network(self, site_names=True)
+        return chosen_network(self, Carrier.MULTUS)
 
     def uses_rest(self, environ: Mapping[str, str]) -> bool:
         """Return whether Run:ai is asked by REST, as the settings and, with `auto`, the credentials say."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from launcher.machines import require_gpus
-from launcher.networks import DEFAULT, NetworkSettings, OnMachines, chosen_network, ib, require_fit, roce
-from launcher.networks.profile import Network
+from launcher.networks import DEFAULT, MachineSettings, OnMachines, chosen_network, require_fit
+from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
 from litgpt_demo.config import Count, Kind
 
@@ -58,7 +58,7 @@ def seconds_of(time: str) -> int | None:
     return 86_400 * (days + only_days) + 3600 * (hours + day_hours) + 60 * minutes + seconds + rest
 
 
-class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterSettings, title="Slurm"):
+class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     """Nodes of a cluster that Slurm shares out: one `sbatch` job, in which `srun` starts each node of the training."""
 
     opens: ClassVar[str] = "launcher.platforms.slurm.platform:SlurmPlatform"
@@ -97,7 +97,6 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
     time: str | None = Field(None, json_schema_extra={"examples": ["24:00:00", "2-00:00:00"]})
     """Time limit in Slurm's own form. Before it ends the training saves, and the next attempt goes on from there."""
     network: OnMachines = DEFAULT
-    """How nodes reach each other: plain (TCP), ib (InfiniBand), roce (RDMA over Ethernet)."""
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
     venv: str | None = Field(None, pattern=_PATH)
@@ -127,7 +126,7 @@ class SlurmPlatformConfig(ib.Options, roce.Interfaces, NetworkSettings, ClusterS
 
     @property
     def fabric(self) -> Network:
-        return chosen_network(self, host_network=True, bare=True)
+        return chosen_network(self, Carrier.MACHINES)
 
     def open_recorded(self, given: PlatformSettings | None) -> Platform:
         """Refuse to log in to a host that neither the user's config nor the environment names."""

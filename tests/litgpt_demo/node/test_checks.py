@@ -181,6 +181,13 @@ def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, caps
     assert capsys.readouterr().out.count("warning [network.unused] NCCL uses Socket, not gIB") == 1
 
 
+def test_each_known_name_of_a_plugin_is_accepted(tmp_path: Path) -> None:
+    network = NodeNetwork(name="tcpx", nccl_net="GPUDirectTCPX_v7", nccl_net_aliases=("GPUDirectTCPX_v8",))
+    use = NetworkUse(network, tmp_path, nodes=2)
+    rank_printed(tmp_path, 0, "Using network GPUDirectTCPX_v7", "Using network GPUDirectTCPX_v8")
+    assert use.look(steps=5) is None
+
+
 CHECKOUT = Path(__file__).parents[3]
 
 # What it is told it reads from the environment.
