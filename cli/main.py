@@ -32,7 +32,7 @@ from launcher.checks.doctor import examine_environment
 from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.checks.preflight import check_evaluation
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
-from launcher.errors import ConfigProblem, JobFailed, require
+from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.evaluation import evaluations
 from launcher.formatting import bytes_text
 from launcher.images.identity import software_identity
@@ -340,7 +340,7 @@ def generate(
 def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, as_json: Json = False) -> None:
     """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
     asked = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
-    require(check_evaluation(asked))  # before a server is started for it
+    raise_on_errors(check_evaluation(asked))  # before a server is started for it
     run = _folder(target, root)
     final = _watched("flows.evaluate:evaluate", {"run": run.address(), "evaluation": asked})
     found = evaluations(run, final.step)
@@ -600,7 +600,8 @@ def status(
         rows.append({**row, "job": one.record.job_id, **({"code": one.record.code} if one.record.code else {})})
     _print_table(rows)
     _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
-    if progress := progress_of(found.storage(found.runs[0]), live=any(attempt.status.state.live for attempt in seen)):
+    is_live = any(attempt.status.state.is_live for attempt in seen)
+    if progress := progress_of(found.storage(found.runs[0]), live=is_live):
         _say(escape(progress))
 
 

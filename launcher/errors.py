@@ -107,7 +107,7 @@ class JobFailed(LauncherError):
     """The job ended badly, with the words and the class of the verdict on its last attempt."""
 
 
-OUT_OF_SIGHT = (
+UNVERIFIABLE = (
     NoCredentials, NotInstalled, PlatformUnreachable, ImageOutOfSight, ImageUnreachable, NetworkError, Unreachable,
 )  # fmt: skip
 """Errors that say nothing about the config: only that it cannot be looked at from this machine, or not now."""
@@ -116,10 +116,10 @@ OUT_OF_SIGHT = (
 def finding_of(error: Exception, code: str) -> Finding:
     """Return the finding that an error is: `unknown` where it says no more than that we could not look."""
     finding = Finding.of(error, code)
-    return replace(finding, severity="unknown") if isinstance(error, OUT_OF_SIGHT) else finding
+    return replace(finding, severity="unknown") if isinstance(error, UNVERIFIABLE) else finding
 
 
-def require(findings: Iterable[Finding]) -> list[Finding]:
+def raise_on_errors(findings: Iterable[Finding]) -> list[Finding]:
     """Return all findings if none is an error or unknown. Else one ConfigProblem of the findings' class names every
     problem, so that one round of changes is enough; a DataError where the corpus is all that is wrong."""
     found = list(findings)

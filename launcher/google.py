@@ -16,12 +16,12 @@ from litgpt_demo.secrets import translating
 @dataclass(frozen=True, kw_only=True)
 class Service:
     """A service of Google's, the extra of this project that installs its client, and how its errors are told: a no as
-    `refused` (with `roles` as the fix where a permission is missing), and no answer as `away`."""
+    `denied_error` (with `roles` as the fix where a permission is missing), and no answer as `unavailable_error`."""
 
     extra: str
     roles: str
-    refused: type[LauncherError]
-    away: type[LauncherError]
+    denied_error: type[LauncherError]
+    unavailable_error: type[LauncherError]
     emulator: str
     """The variable with host:port of a stand-in that speaks without TLS and asks for no credentials."""
 
@@ -43,7 +43,7 @@ def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
     Raises:
         NotInstalled: a library is missing.
         LoginProblem: credentials are missing or were refused.
-        LauncherError: the service's `refused` if it said no, `away` without an answer that says anything.
+        LauncherError: the service's `denied_error` if it refused, its `unavailable_error` without a usable answer.
     """
     # Not chained: a traceback may show the headers that were sent, and the token is one of them.
     try:
@@ -64,8 +64,8 @@ def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
             later = isinstance(error, (api.TooManyRequests, api.Conflict, api.Cancelled))
             if isinstance(error, api.ClientError) and not later:
                 fix = service.roles if error.code == 403 else "fix what it names in the config"
-                raise service.refused(what, fix=fix) from None
-            raise service.away(what) from None
+                raise service.denied_error(what, fix=fix) from None
+            raise service.unavailable_error(what) from None
     except ImportError as error:
         extra = f'pip install "train-litgpt[{service.extra}]"'
         raise NotInstalled(f"{doing} needs Google's libraries ({error}): {extra}") from error

@@ -96,7 +96,7 @@ class Job:
     unknown: str = ""
     """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
     exclude_nodes: tuple[str, ...] = ()
-    """Machines that this attempt must avoid, by the platform's own names, where it can (Platform.avoidable)."""
+    """Machines that this attempt must avoid, by the platform's own names (see Platform.max_excluded_nodes)."""
 
     @property
     def run_name(self) -> str:
@@ -185,11 +185,11 @@ class JobState(StrEnum):
     UNKNOWN = "unknown"
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         return self in {JobState.PENDING, JobState.RUNNING, JobState.UNKNOWN}
 
 
@@ -222,7 +222,7 @@ class JobStatus:
     """The reason why it does not run yet, or not on all of its nodes any more, as far as the platform reports it."""
     refused: Finding | None = None
     """Set when the platform has refused to run it for longer than a run waits for that: why, and what to do."""
-    lingers: bool = False
+    has_running_nodes: bool = False
     """It has ended for us, and some of its nodes still run: who follows the job cancels it, for they cost."""
 
 

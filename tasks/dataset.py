@@ -17,7 +17,7 @@ from prefect.artifacts import acreate_markdown_artifact, acreate_table_artifact
 
 from launcher.checks.preflight import check_workers
 from launcher.config import ProcessWorkers, ThreadWorkers, Workers
-from launcher.errors import JobCancelled, LauncherError, require
+from launcher.errors import JobCancelled, LauncherError, raise_on_errors
 from launcher.events import Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import count_text
 from launcher.reports import report
@@ -52,7 +52,7 @@ async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Worker
 
 
 async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> DatasetManifest:
-    require(await asyncio.to_thread(check_workers, workers))
+    raise_on_errors(await asyncio.to_thread(check_workers, workers))
     if isinstance(workers, ThreadWorkers) and workers.count is None:
         workers = workers.model_copy(update={"count": preparation.threads_for(root)})
     start, fanout = time.monotonic(), Fanout(workers)

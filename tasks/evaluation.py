@@ -14,7 +14,7 @@ from prefect.artifacts import acreate_table_artifact
 
 from launcher.checks.arithmetic import gpu_names, host_memory
 from launcher.checks.preflight import check_evaluation
-from launcher.errors import require
+from launcher.errors import raise_on_errors
 from launcher.evaluation import Evaluation, evaluations, place_of, read_evaluation, write_on_card
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import bytes_text
@@ -44,7 +44,7 @@ async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
     """Score the collected model of the run at an address, or find it scored, and show the scores on its card and in
     Prefect; returns the manifest of the model."""
     emit(StepStarted(step=Step.EVALUATION, what=", ".join(asked.tasks)))
-    require(check_evaluation(asked))
+    raise_on_errors(check_evaluation(asked))
     storage = open_storage(run)
     await asyncio.to_thread(_model_of, storage)  # a lease would make the folder of a run that does not exist
     async with _alone(storage):

@@ -12,7 +12,7 @@ from prefect.artifacts import acreate_table_artifact
 from launcher.checks.fitness import check_fitness, chosen_image
 from launcher.checks.preflight import check_access
 from launcher.config import RunConfig, ScriptConfig
-from launcher.errors import require
+from launcher.errors import raise_on_errors
 from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.images.build import prepare_image
 from launcher.images.identity import SoftwareIdentity
@@ -68,7 +68,7 @@ async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: st
         table = [{name: getattr(finding, name) for name in columns} for finding in findings]
         shown = "What was found before anything was started"
         await acreate_table_artifact(table, key=f"preflight-{artifact}", description=shown)
-    require(findings)
+    raise_on_errors(findings)
 
 
 @step_task(Step.IMAGE.task)
@@ -95,7 +95,7 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
         # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
         # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
         found = await asyncio.to_thread(list, check_fitness(config, identity.image))
-        require(finding for finding in found if finding.severity != "unknown")
+        raise_on_errors(finding for finding in found if finding.severity != "unknown")
         for finding in found:
             if finding.severity in {"warning", "unknown"}:
                 emit(Note(what=str(finding), severity="warning"))

@@ -127,7 +127,7 @@ async def run_job(
     if watch is None:
         watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     last = await ask(claim, attempts.last)
-    if last is not None and last.status.state.live and not claim.adopts(last):
+    if last is not None and last.status.state.is_live and not claim.adopts(last):
         claim.require_replaceable(last)
         await ask(claim, partial(watch.replace_live, attempts))
     # Those on the attempts that this flow run has counted, oldest first.
@@ -142,7 +142,7 @@ async def run_job(
             verdicts=verdicts,
             step=max((judged.after for judged in verdicts), default=step),
             ended=verdicts[-1].attempt if verdicts else 0,
-            before=last.number - (not last.status.state.final) if last is not None else 0,
+            before=last.number - (not last.status.state.is_final) if last is not None else 0,
         )
         while True:
             done = await orchestrator.follow() or await orchestrator.lead()
@@ -177,7 +177,7 @@ class _Orchestrator:
         waits = False
         while not await asyncio.to_thread(self.lease.take, unless_stopped_after=self.ended if self.verdict else 0):
             last = await ask(claim, attempts.last)
-            if last is not None and last.number > self.ended and last.status.state.live and claim.adopts(last):
+            if last is not None and last.number > self.ended and last.status.state.is_live and claim.adopts(last):
                 await asyncio.to_thread(attempts.index.link_flow_run, claim.flow_runs, last.record)
                 _tell(claim, last.record, "started")
                 emit(Note(what=f"{self._leader} leads {last.record.job_name}; this one follows"))
@@ -293,7 +293,7 @@ def _excluded(claim: Claim) -> tuple[str, ...]:
     machines = claim.blamed(verdicts)
     if not machines:
         return ()
-    most, fix = claim.platform.avoidable(claim.make_job(verdicts[-1].attempt + 1))
+    most, fix = claim.platform.max_excluded_nodes(claim.make_job(verdicts[-1].attempt + 1))
     avoided = machines[: len(machines) if most is None else most]
     news = {*machines} - {*claim.blamed(verdicts[:-1])}
     for machine in machines:
@@ -340,7 +340,7 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
         _tell(claim, record, "started")
         return True
 
-    lives = (await ask(claim, partial(platform.status, record.job_id))).state.live
+    lives = (await ask(claim, partial(platform.status, record.job_id))).state.is_live
     if lives:
         _tell(claim, record, "started")
     else:
@@ -348,7 +348,8 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
             if not await ask(claim, submit):
                 return False
         except PlatformRefused as error:  # the attempt is over, so that `status` tells why, and no time is its own
-            if not (await ask(claim, partial(platform.status, record.job_id))).state.live:  # else somebody was faster
+            status = await ask(claim, partial(platform.status, record.job_id))
+            if not status.state.is_live:  # otherwise another orchestrator was faster
                 refused = JobStatus(state=JobState.FAILED, native=f"refused: {one_line(error)}")
                 await asyncio.to_thread(claim.attempts.index.record_end, record, refused)
                 reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
@@ -404,10 +405,11 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
                 recorded=partial(claim.attempts.recorded_end, record),
             )
         except JobRefused as error:  # it lingers: it would start when nobody watches it
-            refused, status = error, JobStatus(state=JobState.FAILED, native="refused by its platform", lingers=True)
+            native, refused = "refused by its platform", error
+            status = JobStatus(state=JobState.FAILED, native=native, has_running_nodes=True)
     lines.log()
     report_unreadable(lines.damaged)
-    if status.lingers and lease.held:
+    if status.has_running_nodes and lease.held:
         await ask(claim, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.record_end, record, status)
     _tell(claim, record, "ended")

@@ -19,7 +19,7 @@ from launcher.checks import arithmetic, preflight
 from launcher.checks.fitness import chosen_image
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
-from launcher.errors import OUT_OF_SIGHT, LauncherError, PlatformUnreachable, RunIsLive, finding_of, require
+from launcher.errors import UNVERIFIABLE, LauncherError, PlatformUnreachable, RunIsLive, finding_of, raise_on_errors
 from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
@@ -280,12 +280,12 @@ def _look(work: Run | Script) -> Sight:
             settle_others(claim.config, run=work.name, open=claim.attempts.open)
         except RunIsLive as error:
             found.append(finding_of(error, "run.live"))
-        except OUT_OF_SIGHT as error:
+        except UNVERIFIABLE as error:
             found.append(finding_of(error, "run.unknown"))
     attempt, blind = 1, False
     try:
         attempt = claim.attempts.next()
-    except OUT_OF_SIGHT as error:
+    except UNVERIFIABLE as error:
         blind = True
         found.append(finding_of(error, "attempt.unknown"))
     dataset = None if run is None else finished_dataset(run.root, run.dataset)
@@ -351,7 +351,7 @@ def plan_to_start(config: RunConfig) -> Run:
     with suppress(PlatformUnreachable):  # the run asks it again
         if sight.claim.attempts.live() is None:
             found = preflight.check_training(config, sight.claim.make_job(1), vocab_size=sight.vocabulary)
-            require(finding for finding in found if finding.severity == "error")
+            raise_on_errors(finding for finding in found if finding.severity == "error")
             sight.claim.platform.check_access()
     return run
 

@@ -33,8 +33,8 @@ CLOUD_BUILD = Service(
     # https://cloud.google.com/build/docs/iam-roles-permissions
     roles="enable the Cloud Build API in the project and give yourself roles/cloudbuild.builds.editor, and "
     "roles/iam.serviceAccountUser on image.service_account",
-    refused=ImageProblem,
-    away=ImageUnreachable,
+    denied_error=ImageProblem,
+    unavailable_error=ImageUnreachable,
     emulator="CLOUDBUILD_EMULATOR_HOST",
 )
 

@@ -13,7 +13,7 @@ class Platform(Protocol):
     """Five verbs over jobs; `check`, which says beforehand what can be known to go wrong, and `left`, what remains."""
 
     name: ClassVar[str]
-    anywhere: ClassVar[bool]
+    is_remote_service: ClassVar[bool]
     """Every machine that reaches the platform can ask for its jobs, not only the one that submitted them."""
     poll_seconds: ClassVar[float]
     """Seconds between two looks at a job that is followed."""
@@ -33,7 +33,7 @@ class Platform(Protocol):
             PlatformUnreachable: no answer.
         """
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         """Return how many machines this job can be told to avoid (`Job.exclude_nodes`), None where no limit is known;
         and a user's way to be rid of a bad machine where that does not do."""
 
@@ -45,7 +45,7 @@ class Platform(Protocol):
             PlatformUnreachable: no answer; submitting again is safe.
         """
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """Return whether this is the id that the attempt of that name, kept in that folder, has here.
 
         Ids come back from the run index, which nodes may write: a forged one leads to another job, or another folder.
@@ -72,7 +72,7 @@ class Platform(Protocol):
             PlatformUnreachable: no answer, or something would not go; cancelling again is safe.
         """
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         """List what there is of a job, in words: what `cancel` would remove. () where it is proved gone.
 
         Raises:

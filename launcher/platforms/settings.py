@@ -36,7 +36,7 @@ def only_recorded(claim: str, *, variable: str, value: str) -> ConfigProblem:
     return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 
 
-def asked(**fields: Any) -> dict[str, Any]:
+def drop_empty(**fields: Any) -> dict[str, Any]:
     """The fields that ask for something: what is left out is the platform's own default."""
     return {name: value for name, value in fields.items() if value}
 

@@ -118,7 +118,7 @@ class Attempts:
     def live(self) -> Attempt | None:
         """Return the attempt that runs, if one does: only the last can."""
         last = self.last()
-        return last if last is not None and last.status.state.live else None
+        return last if last is not None and last.status.state.is_live else None
 
     def last(self) -> Attempt | None:
         """Return the last attempt with its state, None before the first."""
@@ -130,7 +130,7 @@ class Attempts:
     def next(self) -> int:
         """Return the number of the attempt that runs, or else of the one to start."""
         last = self.last()
-        return 1 if last is None else last.number if last.status.state.live else last.number + 1
+        return 1 if last is None else last.number if last.status.state.is_live else last.number + 1
 
     def sweep(self) -> None:
         """Remove what the last attempt may have left although it ended: it must not compete with the next one.
@@ -139,11 +139,11 @@ class Attempts:
         on a machine that only itself can ask: what it left competes with nothing here.
         """
         last = self.last()
-        if last is None or last.status.state.live or self.is_out_of_reach(last.record):
+        if last is None or last.status.state.is_live or self.is_out_of_reach(last.record):
             return
-        if last.status.state.final:  # its orchestrator may have died before it wrote that down
+        if last.status.state.is_final:  # its orchestrator may have died before it wrote that down
             self.index.record_end(last.record, last.status)
-        if last.status.state.final or has_begun(last.record.directory):
+        if last.status.state.is_final or has_begun(last.record.directory):
             self.platform_of(last.record).cancel(last.record.job_id)
 
     def cancel(self, *, patience: float = 0.0) -> list[JobId]:
@@ -165,7 +165,7 @@ class Attempts:
         ends, live = time.monotonic() + patience, dict[JobId, Attempt]()
         while True:
             try:
-                live |= {attempt.record.job_id: attempt for attempt in self.all() if attempt.status.state.live}
+                live |= {attempt.record.job_id: attempt for attempt in self.all() if attempt.status.state.is_live}
                 self.sweep()
                 for job_id, attempt in live.items():
                     self.platform_of(attempt.record).cancel(job_id)
@@ -180,7 +180,7 @@ class Attempts:
     def left(self) -> tuple[str, ...]:
         """Return what there is of the last attempt on its platform, in words."""
         records = self.records()
-        return self.platform_of(records[-1]).left(records[-1].job_id) if records else ()
+        return self.platform_of(records[-1]).remaining_resources(records[-1].job_id) if records else ()
 
     def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
         """Return how an attempt ended for the first who saw it, None where nobody has written that down."""
@@ -194,7 +194,7 @@ class Attempts:
 
     def is_out_of_reach(self, record: AttemptRecord) -> bool:
         """Return whether only another machine, which submitted the attempt, can ask for it."""
-        return not self.open(record.platform).anywhere and record.machine != this_machine()
+        return not self.open(record.platform).is_remote_service and record.machine != this_machine()
 
     def platform_of(self, record: AttemptRecord) -> Platform:
         """Return the platform that an attempt was submitted to.
@@ -206,7 +206,7 @@ class Attempts:
             fix = f"ask there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
             raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix=fix, no_retry=True)
         platform = self.open(record.platform)
-        if not platform.gave(record.job_id, attempt_name=record.job_name, directory=record.directory):
+        if not platform.owns_job_id(record.job_id, attempt_name=record.job_name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"
             where = f"on {platform.name}, kept in {record.directory}"
             raise DataError(f"{what}, which is not what that attempt is called {where}; {FIX}")
@@ -294,7 +294,7 @@ class Claim:
         """Return whether the last attempt is this claim's to reattach to: its job lives on the config's platform and
         writes under this root, or it was claimed for that platform and never submitted."""
         record = last.record
-        if last.status.state.live:
+        if last.status.state.is_live:
             is_same_platform = record.platform.get("kind") == self.config.platform.kind
             return is_same_platform and record.root == self.attempts.index.root.address()
         if last.status.state is not JobState.ABSENT or has_begun(record.directory):
@@ -333,12 +333,12 @@ class Claim:
             if last is not None and last.number <= ended:
                 last = None
             adopted = last is not None and self.adopts(last)
-            if last is not None and last.status.state.live and not adopted:
+            if last is not None and last.status.state.is_live and not adopted:
                 self.require_replaceable(last)
                 self.attempts.stop()
                 continue
             if last is not None and adopted:
-                record, lives = last.record, last.status.state.live
+                record, lives = last.record, last.status.state.is_live
             else:
                 first = max(last.number if last else 0, ended) + 1
                 record, lives = self._record(self._unused(first), exclude), False

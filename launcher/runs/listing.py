@@ -286,7 +286,7 @@ def leftovers(index: Index, *, open: OpenPlatform | None = None) -> list[Leftove
             for record in attempts.records() if _is_dead(attempts) else ():
                 if attempts.is_out_of_reach(record):
                     continue
-                if there := attempts.platform_of(record).left(record.job_id):
+                if there := attempts.platform_of(record).remaining_resources(record.job_id):
                     what = f"{run}, attempt {record.attempt}, on {record.platform.get('kind')}: {', '.join(there)}"
                     found.append(Leftover(run=run, job_id=record.job_id, what=what))
         except TrainLitgptError as error:
@@ -310,4 +310,4 @@ def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform | No
 
 def _is_dead(attempts: Attempts) -> bool:
     last = attempts.last()
-    return last is not None and last.status.state.final
+    return last is not None and last.status.state.is_final

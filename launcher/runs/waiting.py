@@ -128,7 +128,7 @@ async def follow(
             )
         if page.more:
             continue  # to what is there already, without a pause
-        if status.state.final:
+        if status.state.is_final:
             return status
         await sleep(poll)
 

@@ -42,7 +42,7 @@ def begun(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform,
 
 
 def end_of(platform: GkePlatform, job_id: JobId) -> JobStatus:
-    until(lambda: not platform.status(job_id).state.live)
+    until(lambda: not platform.status(job_id).state.is_live)
     return platform.status(job_id)
 
 

@@ -27,7 +27,7 @@ class StrictPlatform:
     """Five verbs for the product, and five for the test: start, say, end, remove, silence."""
 
     name: ClassVar[str] = "strict"
-    anywhere: ClassVar[bool] = True
+    is_remote_service: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(self, *, spare: int | None = 0) -> None:
@@ -48,7 +48,7 @@ class StrictPlatform:
     def check(self, submission: Submission) -> Iterator[Finding]:
         yield from ()
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         return self.spare, "add machines"
 
     def check_access(self) -> str:
@@ -70,7 +70,7 @@ class StrictPlatform:
         open_storage(submission.body["directory"]).write("submission.json", b"{}")
         return submission.job_id
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         return job_id == f"strict/{attempt_name}"
 
     def status(self, job_id: JobId) -> JobStatus:
@@ -90,14 +90,14 @@ class StrictPlatform:
 
     def cancel(self, job_id: JobId) -> None:
         life = self._life(job_id)
-        if life is not None and life.state.live:
+        if life is not None and life.state.is_live:
             life.state, life.native = JobState.CANCELLED, "cancelled"
         if life is not None:
             life.litter = False
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         life = self._life(job_id)
-        return (f"job {job_id} ({life.native})",) if life is not None and (life.state.live or life.litter) else ()
+        return (f"job {job_id} ({life.native})",) if life is not None and (life.state.is_live or life.litter) else ()
 
     # --- what the test decides ---
 
@@ -119,8 +119,8 @@ class StrictPlatform:
 
     def end(self, job_id: JobId, state: JobState, exit_codes: Mapping[int, int] | None = None) -> None:
         life = self._lives[job_id]
-        assert life.state.live, f"{job_id} has ended already"
-        assert state.final, f"{state} is no end"
+        assert life.state.is_live, f"{job_id} has ended already"
+        assert state.is_final, f"{state} is no end"
         life.state, life.native, life.exit_codes = state, f"ended: {state.value}", exit_codes or {}
 
     def litter(self, job_id: JobId) -> None:
@@ -140,7 +140,7 @@ class StrictPlatform:
         return str(self._lives[job_id].submission.body["run"])
 
     def live(self) -> list[JobId]:
-        return [job_id for job_id, life in self._lives.items() if life.state.live]
+        return [job_id for job_id, life in self._lives.items() if life.state.is_live]
 
     def _answer(self) -> None:
         if self._silent:

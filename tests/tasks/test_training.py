@@ -276,12 +276,12 @@ def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp
             self.litter(job_id)
 
         def status(self, job_id: JobId) -> JobStatus:
-            return replace(super().status(job_id), lingers=True)
+            return replace(super().status(job_id), has_running_nodes=True)
 
     platform = Lingering([WRONG])
     with pytest.raises(JobFailed):
         ended_well(tmp_path, platform)
-    assert platform.left(platform.began[0]) == ()
+    assert platform.remaining_resources(platform.began[0]) == ()
 
 
 def test_a_platform_that_is_away_for_a_while_at_any_question_starts_each_attempt_once(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Roles of the submitter: https://cloud.google.com/batch/docs/get-started
 BATCH = Service(
-    extra="batch", refused=PlatformRefused, away=PlatformUnreachable, emulator="BATCH_EMULATOR_HOST",
+    extra="batch", denied_error=PlatformRefused, unavailable_error=PlatformUnreachable, emulator="BATCH_EMULATOR_HOST",
     roles="enable the Batch API in the project and give yourself roles/batch.jobsEditor and roles/logging.viewer, and "
     "roles/iam.serviceAccountUser on the VMs' service account",
 )  # fmt: skip
@@ -68,7 +68,7 @@ class BatchPlatform:
     """
 
     name: ClassVar[str] = "batch"
-    anywhere: ClassVar[bool] = True
+    is_remote_service: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(
@@ -140,7 +140,7 @@ class BatchPlatform:
             fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
             yield found("external-ip", what, fix, "warning")
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.
         why = "Batch makes new VMs for each attempt, and cannot keep them off hardware that failed; take another zone"
         return 0, f"{why} (platform.zones) or reservation, and report the VM to Google"
@@ -178,11 +178,11 @@ class BatchPlatform:
         run = submission.body["job"]["labels"].get(RUN)
         with google_errors(BATCH, f"asking for other jobs of {run}"):
             for job in self._batch.list_jobs({"parent": submission.body["parent"]}, timeout=_LIMIT):
-                if job.labels.get(RUN) == run and job.name != submission.job_id and not states.state_of(job).final:
+                if job.labels.get(RUN) == run and job.name != submission.job_id and not states.state_of(job).is_final:
                     name = f"job {job.name} ({job.status.state.name})"
                     raise rival(name, str(run), end=f"gcloud batch jobs delete {job.name}")
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
@@ -232,23 +232,23 @@ class BatchPlatform:
 
     def cancel(self, job_id: JobId) -> None:
         give_up_at, job = time.monotonic() + self._patience, self._job(job_id)
-        if job is not None and not states.state_of(job).final:
+        if job is not None and not states.state_of(job).is_final:
             # It may have ended, or be gone, in the meantime: the next look tells.
             with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
                 self._batch.cancel_job({"name": job_id, "request_id": str(uuid.uuid4())}, timeout=_LIMIT)
-        while left := self.left(job_id):
+        while left := self.remaining_resources(job_id):
             if time.monotonic() > give_up_at:
                 what = f"{', '.join(left)}: still there {self._patience:.0f} s after {job_id} was cancelled"
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         """Return the job, unless it has ended with all of its tasks: what is kept of it then holds no machine."""
         if (job := self._job(job_id)) is None:
             return ()
         running = (task for task in self._tasks(job_id) if task.status.state.name not in states.OVER)
         tasks = tuple(f"task {task.name.rpartition('/')[2]}" for task in running)
-        return tasks if states.state_of(job).final else (f"job {job_id} ({job.status.state.name})", *tasks)
+        return tasks if states.state_of(job).is_final else (f"job {job_id} ({job.status.state.name})", *tasks)
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
         with google_errors(BATCH, f"asking for {job_id}", "NotFound"):

@@ -18,7 +18,7 @@ from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, Object, Submission
 from launcher.networks import plain
 from launcher.networks.profile import LIBRARIES, NetworkContext
 from launcher.platforms.batch.settings import BatchPlatformConfig
-from launcher.platforms.settings import asked
+from launcher.platforms.settings import drop_empty
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 PORT = 29500
@@ -75,26 +75,26 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     tasks = {
         "taskSpec": {
             "runnables": list(_runnables(job, settings, shm)),
-            **asked(computeResource=resources),
+            **drop_empty(computeResource=resources),
             "maxRetryCount": restarts,
-            **asked(
+            **drop_empty(
                 lifecyclePolicies=restarts and lifecycle,
                 maxRunDuration=settings.max_seconds and f"{settings.max_seconds}s",
                 volumes=settings.nfs and [nfs],
             ),
             "environment": {
                 "variables": {one.name: one.value for one in environment},
-                **asked(secretVariables=dict(settings.secrets)),
+                **drop_empty(secretVariables=dict(settings.secrets)),
             },
         },
         "taskCount": job.nodes,
         "parallelism": job.nodes,
         "taskCountPerNode": 1,
         "schedulingPolicy": "AS_SOON_AS_POSSIBLE",
-        **asked(requireHostsFile=job.nodes > 1),
+        **drop_empty(requireHostsFile=job.nodes > 1),
     }
     sent = {
-        **asked(priority=settings.priority),
+        **drop_empty(priority=settings.priority),
         "taskGroups": [tasks],
         "allocationPolicy": _allocation(job, settings),
         "labels": labels_of(job),
@@ -164,7 +164,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
         "volumes": volumes,
         # Names of secrets, which Batch reads as the job's service account
         # (https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#Container).
-        **asked(username=settings.registry_username, password=settings.registry_password),
+        **drop_empty(username=settings.registry_username, password=settings.registry_password),
     }
 
     def script(name: str, text: str) -> dict[str, Any]:
@@ -191,9 +191,9 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     accelerators = None
     # Machines of newer families have their GPUs; for N1 they are attached. A driver's version belongs to them too.
     if machine is not None and (machine.name.startswith("n1-") or settings.gpu_driver):
-        driver = asked(driverVersion=settings.gpu_driver)
+        driver = drop_empty(driverVersion=settings.gpu_driver)
         accelerators = [{"type": machine.gpu, "count": machine.gpus, **driver}]
-    policy = asked(
+    policy = drop_empty(
         # Google's name: an N1 with GPUs is called after both in our table (`n1-standard-8-t4`).
         machineType=re.sub(r"^(n1-\w+-\d+)-\w+$", r"\1", settings.machine),
         provisioningModel="SPOT" if settings.spot else "FLEX_START" if settings.flex_start else "STANDARD",
@@ -201,17 +201,17 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
         accelerators=accelerators,
         reservation=settings.reservation,
     )
-    network = asked(
+    network = drop_empty(
         network=settings.vpc,
         subnetwork=settings.subnetwork,
         noExternalIpAddress=not settings.external_ip,
         nicType=settings.gvnic and "GVNIC",
     )
     places = [f"zones/{zone}" for zone in settings.zones] or [f"regions/{settings.location}"]
-    return asked(
+    return drop_empty(
         location={"allowedLocations": places},
-        instances=[asked(policy=policy, installGpuDrivers=settings.node_gpus > 0)],
-        serviceAccount=asked(email=settings.service_account),
+        instances=[drop_empty(policy=policy, installGpuDrivers=settings.node_gpus > 0)],
+        serviceAccount=drop_empty(email=settings.service_account),
         network=network and {"networkInterfaces": [network]},
         placement=settings.compact and {"collocation": "COLLOCATED"},
         tags=list(settings.tags),

@@ -103,7 +103,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         waits = grace if state is JobState.RUNNING and not everybody and not lost else 0.0
         state = JobState.FAILED if now >= failed[0].at + waits else JobState.RUNNING
     end = None
-    if state.final:
+    if state.is_final:
         end = _time_of(job, "SUCCEEDED", "FAILED", "CANCELLED") or (done[-1].at if done else 0.0)
         if state is not JobState.CANCELLED and now < end + settle:
             state = JobState.RUNNING
@@ -120,7 +120,8 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         started=runs,
         ended=end,
         restarts=sum(max(0, count - 1) for count in lives),  # by Batch, of tasks in place
-        lingers=state is JobState.FAILED and native == "RUNNING",  # Batch leaves the peers of a lost node alone
+        # Batch does not end the peers of a lost node.
+        has_running_nodes=state is JobState.FAILED and native == "RUNNING",
     )
 
 

@@ -31,7 +31,7 @@ SCOPE = "https://www.googleapis.com/auth/cloud-platform"
 _ANSWER = 20.0  # seconds that the GKE API may take
 _KEPT = 600.0  # seconds for which its answer is
 GKE = google.Service(
-    extra="gke", refused=LoginProblem, away=PlatformUnreachable, emulator="",
+    extra="gke", denied_error=LoginProblem, unavailable_error=PlatformUnreachable, emulator="",
     roles="the permission container.clusters.get is missing: have roles/container.clusterViewer granted",
 )  # fmt: skip
 

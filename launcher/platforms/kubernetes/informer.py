@@ -65,7 +65,7 @@ class JobWatch:
                 self._refresh()  # of one that has ended, the last pods' ends may still be on their way
                 self._settled = self.watched
         told = states.status_of(self.workload, [] if self._deleted else self.pods(), self._seen)
-        self._live = told.state.live
+        self._live = told.state.is_live
         if self._deleted and self._live and self.workload is not None:
             return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
         return told

@@ -47,7 +47,7 @@ class GkePlatform:
     """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`."""
 
     name: ClassVar[str] = PLATFORM
-    anywhere: ClassVar[bool] = True
+    is_remote_service: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 5.0  # a look costs little, for pods are watched
 
     def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
@@ -95,7 +95,7 @@ class GkePlatform:
         except LauncherError as error:
             yield finding_of(error, "gke.cluster")
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         """Return how many of the cluster's machines this job does not need; pools that grow have others."""
         pod = states.pod_of(states.workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
@@ -194,7 +194,7 @@ class GkePlatform:
             raise PlatformRefused(f"{kind} {job} is there, and was made of something else", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
@@ -202,7 +202,7 @@ class GkePlatform:
         job = states.JobName.parse(job_id)
         watch = self._jobs.setdefault(job_id, JobWatch(self.cluster, job))
         told, workload = watch.status(), watch.workload
-        if told.state.final or workload is None:
+        if told.state.is_final or workload is None:
             return told
         pods, now = watch.pods(), time.monotonic()
         reasons = tuple(states.losses(pods, told.exit_codes))
@@ -227,7 +227,7 @@ class GkePlatform:
                 return follower.page(once.pods(), last=True)
             finally:
                 follower.stop()
-        over = watch.status().state.final
+        over = watch.status().state.is_final
         if watch.follower is None or watch.follower.position != position:
             if watch.follower is not None:
                 watch.follower.stop()
@@ -286,7 +286,7 @@ class GkePlatform:
             fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
             raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest})", fix=fixes)
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         job, refused = states.JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
         left = _left(self.cluster, job, self._settings, refused)
         if words := "; ".join(error.message for error in refused.values()):

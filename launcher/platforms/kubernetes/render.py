@@ -16,7 +16,7 @@ from launcher.job import JOB_LABEL, UNBUILT, Job, JobId, Submission
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
-from launcher.platforms.settings import LONGEST_LABEL, asked
+from launcher.platforms.settings import LONGEST_LABEL, drop_empty
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import bucket_path
 
@@ -83,7 +83,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     labels, queue = job.all_labels, settings.queue
     # https://github.com/kubernetes-sigs/kueue/blob/ff69552e79/site/content/en/docs/tasks/run
     kueue = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/priority-class": queue and settings.priority}
-    metadata = {"name": name, "namespace": settings.namespace, "labels": {**labels, **asked(**kueue)}}
+    metadata = {"name": name, "namespace": settings.namespace, "labels": {**labels, **drop_empty(**kueue)}}
     plain = {**metadata, "labels": labels}
     items: list[dict[str, Any]] = []
     if settings.isolated:
@@ -99,7 +99,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         items.append({"apiVersion": version, "kind": "NetworkPolicy", "metadata": plain, "spec": policy})
     items += [_claim(claim, job, plain, network) for claim in network.claims]
     # Kueue starts what waits in its queues; nothing else may.
-    spec = {**asked(suspend=queue is not None), "ttlSecondsAfterFinished": settings.ttl}
+    spec = {**drop_empty(suspend=queue is not None), "ttlSecondsAfterFinished": settings.ttl}
     if workload == "jobset":
         # It makes the headless Service itself; pods are `<name>-nodes-0-<index>.<name>`.
         # By its failure policy what comes back ends it; anything else restarts it and is counted. A preemption is
@@ -213,9 +213,9 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         "image": job.image or UNBUILT,
         "command": [literal(word) for word in ("python", *arguments)],
         "env": [entry.as_object() for entry in environment if entry.origin != "script"],
-        "resources": asked(
-            requests=asked(cpu=settings.cpus, memory=settings.memory),
-            limits={**asked(**{"nvidia.com/gpu": settings.node_gpus}), **network.resources},
+        "resources": drop_empty(
+            requests=drop_empty(cpu=settings.cpus, memory=settings.memory),
+            limits={**drop_empty(**{"nvidia.com/gpu": settings.node_gpus}), **network.resources},
             claims=[{"name": claim} for claim in network.claims],
         ),
         "securityContext": _security(settings, network, read_only=read_only),
@@ -246,20 +246,20 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
-        **asked(serviceAccountName=settings.service_account),  # Workload Identity needs its name, not its token
+        **drop_empty(serviceAccountName=settings.service_account),  # Workload Identity needs its name, not its token
         "automountServiceAccountToken": False,
-        **asked(securityContext=(user or settings.claim) and {**user, **group}),
+        **drop_empty(securityContext=(user or settings.claim) and {**user, **group}),
         # A secret that is not there keeps no pod from being created: the pull is tried without it.
-        **asked(imagePullSecrets=[{"name": name} for name in settings.image_pull_secrets]),
+        **drop_empty(imagePullSecrets=[{"name": name} for name in settings.image_pull_secrets]),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         # Cluster names resolve on the host's network only by this policy.
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}),
         **_placement(job, settings, network),
-        **asked(priorityClassName=not settings.queue and settings.priority),
-        **asked(initContainers=[dict(one) for one in network.init_containers]),
+        **drop_empty(priorityClassName=not settings.queue and settings.priority),
+        **drop_empty(initContainers=[dict(one) for one in network.init_containers]),
         "containers": [container],
         "volumes": volumes,
-        **asked(resourceClaims=claims),
+        **drop_empty(resourceClaims=claims),
     }
     metadata = {"labels": {**job.all_labels, **network.labels}, "annotations": annotations}
     return {"metadata": metadata, "spec": spec}, environment
@@ -334,7 +334,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         "gke-flex-start": settings.flex_start and not settings.queue and "true",
         "gke-ephemeral-storage-local-ssd": settings.local_ssd and "true",
     }
-    selector |= {f"cloud.google.com/{label}": value for label, value in asked(**bought).items()}
+    selector |= {f"cloud.google.com/{label}": value for label, value in drop_empty(**bought).items()}
     tainted = {
         "kubernetes.io/arch": machine is not None and machine.arch == "arm64" and "arm64",
         "cloud.google.com/gke-spot": settings.spot and "true",
@@ -345,16 +345,16 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
     always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
     tolerations = [{"key": key, "operator": "Exists"} for key in always]
-    for key, value in asked(**{"user-workload": "true", **tainted}).items():
+    for key, value in drop_empty(**{"user-workload": "true", **tainted}).items():
         tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
     exclude = [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]
     rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
     term = {"labelSelector": {"matchLabels": dict(network.anti_affinity)}, "topologyKey": _HOSTNAME}
-    affinity = asked(
+    affinity = drop_empty(
         nodeAffinity=exclude and {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}},
         podAntiAffinity=network.anti_affinity and {_REQUIRED: [term]},
     )
-    return asked(nodeSelector=selector, affinity=affinity, tolerations=tolerations)
+    return drop_empty(nodeSelector=selector, affinity=affinity, tolerations=tolerations)
 
 
 def _volumes(

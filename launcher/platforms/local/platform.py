@@ -43,7 +43,7 @@ class LocalPlatform:
     a bucket is in `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt."""
 
     name: ClassVar[str] = "local"
-    anywhere: ClassVar[bool] = False
+    is_remote_service: ClassVar[bool] = False
     poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
 
     def __init__(self, settings: LocalPlatformConfig) -> None:
@@ -95,7 +95,7 @@ class LocalPlatform:
             what = f"{body['ranks']} processes share {self._cores} cores"
             yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         return 0, "this machine is the only one"
 
     def check_access(self) -> str:
@@ -133,7 +133,7 @@ class LocalPlatform:
             raise PlatformRefused(f"{directory} cannot hold a job: {error}; choose another root for the run") from error
         return submission.job_id
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id is the folder. That of a run in a bucket is in this machine's temporary one, wherever that was."""
         if is_remote(directory):
             return Path(job_id).is_absolute() and Path(job_id).name == attempt_name
@@ -181,7 +181,7 @@ class LocalPlatform:
             last: dict[str, Any] = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
 
 

@@ -163,7 +163,7 @@ class Cli:
             ("platform.priority", settings.priority, "--priority", "--priority"),
             ("platform.preemptible", settings.preemptible, "--preemptible", None),
             ("platform.preemptible", PREEMPTIBILITY[settings.preemptible], None, "--preemptibility"),
-            # `avoidable` has said where it cannot.
+            # `max_excluded_nodes` has said where it cannot.
             ("the machines to avoid", job.exclude_nodes if self.excludes else (), None, EXCLUDE),
             # Which machine a pod is on, for verdicts.
             ("LITGPT_HOST", dialect.has(_HOST) and "LITGPT_HOST=spec.nodeName", None, _HOST),

@@ -63,7 +63,7 @@ class RunaiPlatform:
     """
 
     name: ClassVar[str] = "runai"
-    anywhere: ClassVar[bool] = True
+    is_remote_service: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 15.0
 
     def __init__(self, settings: RunaiPlatformConfig, api: Api | None = None) -> None:
@@ -107,7 +107,7 @@ class RunaiPlatform:
             code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.trouble)
             yield finding_of(error, f"runai.{code}")
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         if self._api.excludes:
             return None, "ask the cluster's administrator to have the machine mended or cordoned off"
         instead = "install a newer one, submit by REST (platform.url), or take other platform.node_pools"
@@ -128,7 +128,7 @@ class RunaiPlatform:
             attempt.write(SUBMITTED, json.dumps({"job_id": submission.job_id, "submitted": time.time()}).encode())
         return submission.job_id
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
         settings = self._settings
         return WorkloadReference(settings.project, attempt_name, settings.nodes, directory).is_named(job_id)
@@ -169,7 +169,7 @@ class RunaiPlatform:
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
         state, native = state_of(phase), str(phase)
-        if state.live:
+        if state.is_live:
             return JobStatus(state=state, native=native)
         attempt = open_storage(reference.directory)
         patience = 0.0 if state is JobState.ABSENT or job_id in self._settled else self.settle
@@ -189,12 +189,12 @@ class RunaiPlatform:
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         reference = WorkloadReference.of(job_id)
         # Asked before reading: what an ended job leaves unfinished is a line too.
-        ended = not state_of(self._api.phase(reference.name)).live
+        ended = not state_of(self._api.phase(reference.name)).is_live
         return page_of(open_storage(reference.directory), reference.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
         reference = WorkloadReference.of(job_id)
-        if state_of(self._api.phase(reference.name)).live:
+        if state_of(self._api.phase(reference.name)).is_live:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
         deadline = time.monotonic() + _LEAVE
         self._api.delete(reference.name)
@@ -204,7 +204,7 @@ class RunaiPlatform:
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(1.0)
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         name = WorkloadReference.of(job_id).name
         phase = self._api.phase(name)
         return () if phase is None else (f"workload {name} ({phase})",)

@@ -18,7 +18,7 @@ from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, Platform
 from launcher.job import UNBUILT
 from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
-from launcher.platforms.settings import asked
+from launcher.platforms.settings import drop_empty
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
@@ -208,16 +208,20 @@ def body(work: Workload) -> dict[str, Any]:
         secret, _, key = entry.partition("/")
         variables.append({"name": name, "secret": {"name": secret, "key": key}})
 
-    gpus = asked(gpuDevicesRequest=settings.node_gpus)
+    gpus = drop_empty(gpuDevicesRequest=settings.node_gpus)
     if 0 < settings.gpus < 1:
         gpus |= {"gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
     extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
     pvc = [{"path": one.path, "existingPvc": True, "claimName": one.name, "readOnly": False} for one in settings.claims]
     # Without a uid pods are the image's user, which is 1000 in ours. Whether that is root is not demanded: Kubernetes
     # refuses images whose user has a name for it.
-    user = asked(uidGidSource=settings.run_as_user and "fromIdpToken")
+    user = drop_empty(uidGidSource=settings.run_as_user and "fromIdpToken")
     if settings.uid is not None:
-        user = {"uidGidSource": "custom", **asked(runAsUid=settings.uid, runAsGid=settings.gid), "runAsNonRoot": True}
+        user = {
+            "uidGidSource": "custom",
+            **drop_empty(runAsUid=settings.uid, runAsGid=settings.gid),
+            "runAsNonRoot": True,
+        }
     # https://docs.nvidia.com/run-ai/self-hosted/reference/rest-api/api-guides/using-node-affinity-via-api shows it of a
     # workspace; that a training of several pods takes it for all of them is INFERRED.
     rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(job.exclude_nodes)}
@@ -235,11 +239,11 @@ def body(work: Workload) -> dict[str, Any]:
         "compute": {
             "largeShmRequest": settings.large_shm,
             **gpus,
-            **asked(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
+            **drop_empty(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
         },
-        **asked(storage=asked(pvc=pvc)),
+        **drop_empty(storage=drop_empty(pvc=pvc)),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
-        **asked(
+        **drop_empty(
             nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
             nodePools=list(settings.node_pools),
             nodeType=settings.node_type,

@@ -136,7 +136,7 @@ class _Row(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        return _STATES.get(self.state, JobState.UNKNOWN).final
+        return _STATES.get(self.state, JobState.UNKNOWN).is_final
 
 
 class SlurmSubmission(Settings):
@@ -158,7 +158,7 @@ class SlurmPlatform:
     """
 
     name: ClassVar[str] = "slurm"
-    anywhere: ClassVar[bool] = True
+    is_remote_service: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 10.0
 
     def __init__(self, settings: SlurmPlatformConfig, *, settle: float = 20.0) -> None:
@@ -202,7 +202,7 @@ class SlurmPlatform:
             codes = {NotInstalled: "commands", LoginProblem: "login"}
             yield finding_of(error, f"slurm.{codes.get(type(error), 'controller')}")
 
-    def avoidable(self, job: Job) -> tuple[int | None, str]:
+    def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         return None, "ask the cluster's administrator to drain the node"
 
     def check_access(self) -> str:
@@ -273,7 +273,7 @@ class SlurmPlatform:
                 job = f"job {row.number} ({row.state}) of {row.user}"
                 raise rival(job, run[1], end=f"scancel {row.number}")
 
-    def gave(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
+    def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         settings = self._settings
         return SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).is_named(job_id)
 
@@ -292,7 +292,7 @@ class SlurmPlatform:
         if row and state is JobState.PENDING:
             return self._waiting(row, native)
         self._refused.pop(job.name, None)
-        if row and state.live:
+        if row and state.is_live:
             begun = started if state is JobState.RUNNING else None
             # Where Slurm's list has one name each; a range such as n[0-3] is left to the reports.
             hosts = dict(enumerate(row.nodes.split(","))) if row.nodes and "[" not in row.nodes else {}
@@ -363,7 +363,7 @@ class SlurmPlatform:
             time.sleep(pause)
             pause = min(1.0, 2 * pause)
 
-    def left(self, job_id: JobId) -> tuple[str, ...]:
+    def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         row = self._live(job_id)
         return () if row is None else (f"job {row.number} ({row.state})",)
 

@@ -10,7 +10,7 @@ from launcher.environment import as_rows, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, Submission
 from launcher.platforms.log_files import KeptJob
-from launcher.platforms.settings import asked
+from launcher.platforms.settings import drop_empty
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import is_remote
@@ -88,13 +88,13 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
     options = {
         "job-name": job.attempt_name,
         "comment": " ".join(f"{name}={value}" for name, value in job.all_labels.items()),
-        **asked(
+        **drop_empty(
             account=settings.account, partition=settings.partition, qos=settings.qos, reservation=settings.reservation,
             constraint=settings.constraint, exclude=avoided,
         ),
         "nodes": job.nodes,
         "ntasks-per-node": 1,
-        **asked(**{
+        **drop_empty(**{
             "gpus-per-node": gpus and f"{settings.gpu_type}:{gpus}" if settings.gpu_type else gpus,
             "gres": settings.gres, "cpus-per-task": settings.cpus, "mem": settings.memory, "time": settings.time,
         }),

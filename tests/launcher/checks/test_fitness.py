@@ -11,7 +11,7 @@ from registry_server import OCI_MANIFEST, Running, registry
 
 from launcher.checks.fitness import check_fitness, chosen_image
 from launcher.config import RunConfig, ScriptConfig, validated
-from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem, require
+from launcher.errors import ConfigProblem, ImageOutOfSight, ImageProblem, raise_on_errors
 from launcher.images.oci import MOST_BYTES, read_config
 from launcher.images.stacks import LABELS, STACKS, Contents
 from litgpt_demo.errors import Finding
@@ -80,7 +80,7 @@ def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() ->
     with registry() as public:
         there = public.push_image("team/mine", NEW.labels)
         with pytest.raises(ConfigProblem, match=r"nccl\.version"):
-            require(check_fitness(config(mine, "tcpxo"), there))
+            raise_on_errors(check_fitness(config(mine, "tcpxo"), there))
         assert list(check_fitness(config(mine), there)) == []
 
 

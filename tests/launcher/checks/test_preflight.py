@@ -12,7 +12,7 @@ from strict_platform import StrictPlatform
 from launcher.checks.doctor import examine_environment
 from launcher.checks.preflight import check_access, check_place, check_training, check_workers
 from launcher.config import DaskWorkers, RunConfig, validated
-from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable, finding_of, require
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformUnreachable, finding_of, raise_on_errors
 from launcher.job import Job
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
@@ -82,7 +82,7 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     errors = {("error", code) for code in ("root.not-a-folder", "model.vocabulary", "local.port")}
     assert told >= errors | {("warning", "train.strategy"), ("warning", "image.unused")}
     with pytest.raises(ConfigProblem) as caught:
-        require(found)
+        raise_on_errors(found)
     assert all(f"[{code}]" in str(caught.value) for _, code in errors)
     assert "train.strategy" not in str(caught.value)
     assert "set model.config.padded_vocab_size=70016" in str(caught.value)
@@ -136,7 +136,7 @@ def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_
         finding = finding_of(error, "some.code")
         assert finding.severity == "unknown"
         with pytest.raises(ConfigProblem, match=str(error)) as refused:
-            require([finding])
+            raise_on_errors([finding])
         assert refused.value.fault is error.fault
     assert finding_of(LoginProblem("a role is missing"), "some.code").severity == "error"
 
@@ -153,9 +153,9 @@ def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would(
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong", "fix it")
     assert data.fault is FailureClass.DATA
     with pytest.raises(DataError, match="holds no text"):
-        require([data])
+        raise_on_errors([data])
     with pytest.raises(ConfigProblem) as caught:
-        require([wrong, Finding("warning", "c.d", "odd", "look"), data])
+        raise_on_errors([wrong, Finding("warning", "c.d", "odd", "look"), data])
     told = ["2 problems:", "  [a.b] wrong -> fix it", "  [data.refused] holds no text"]
     assert str(caught.value).splitlines() == told
 

@@ -246,7 +246,7 @@ def test_rendering_says_the_same_twice_in_plain_data_and_neither_it_nor_asking_f
 def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
     with submitted(place, "looked-at", SLEEP) as job_id:
         before = place.written()
-        for look in (place.platform.status, place.platform.logs, place.platform.left):
+        for look in (place.platform.status, place.platform.logs, place.platform.remaining_resources):
             look(job_id)
         assert place.written() == before
 
@@ -270,7 +270,7 @@ def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_ot
     ours, theirs = submit_under("ours", "aaaaaa"), submit_under("theirs", "bbbbbb")
     assert place.live_jobs() == 2
     place.platform.cancel(ours)
-    assert place.platform.status(theirs).state.live
+    assert place.platform.status(theirs).state.is_live
     place.platform.cancel(theirs)
     assert place.live_jobs() == 0
 
@@ -300,15 +300,15 @@ def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: 
     text = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
     submission = place.platform.render(job(place, "twice", text))
     first = place.platform.submit(submission)
-    assert place.platform.status(first).state.live
+    assert place.platform.status(first).state.is_live
     assert place.platform.submit(submission) == first
     assert place.live_jobs() == 1
     if place.runs:
         until(begun.exists)  # as pids 1, nodes that just begin do not hear that they shall go
-    assert place.platform.left(first), "what costs money is listed"
+    assert place.platform.remaining_resources(first), "what costs money is listed"
     place.platform.cancel(first)
-    assert place.platform.left(first) == ()
-    assert not place.platform.status(first).state.live
+    assert place.platform.remaining_resources(first) == ()
+    assert not place.platform.status(first).state.is_live
     assert place.live_jobs() == 0
     place.platform.cancel(first)
 
@@ -357,7 +357,7 @@ def started(place: Place, run: str, nodes: int) -> AttemptRecord:
     claim = replace(plain, make_job=make_job)
     record = claim.take()
     assert record is not None
-    if not place.platform.status(record.job_id).state.live:
+    if not place.platform.status(record.job_id).state.is_live:
         place.platform.submit(place.platform.render(claim.job_of(record)))
     return record
 
@@ -371,7 +371,7 @@ def test_job_is_started_once_wherever_its_orchestrator_dies(place: Place, nodes:
         is_killed = is_killed_at(point, partial(started, place, run, 2))
         record = started(place, run, nodes)
         assert (point, place.live_jobs()) == (point, 1)
-        assert place.platform.status(record.job_id).state.live
+        assert place.platform.status(record.job_id).state.is_live
         place.platform.cancel(record.job_id)
         if not is_killed:
             return
@@ -381,7 +381,7 @@ def test_job_is_started_once_wherever_its_orchestrator_dies(place: Place, nodes:
 def test_cancelling_a_job_that_never_was_is_success(place: Place) -> None:
     unknown = place.platform.render(job(place, "unknown", SLEEP)).job_id
     place.platform.cancel(unknown)
-    assert place.platform.left(unknown) == ()
+    assert place.platform.remaining_resources(unknown) == ()
     assert place.platform.status(unknown).state is JobState.ABSENT
     assert place.platform.logs(unknown).lines == ()
 
@@ -406,7 +406,7 @@ def test_the_program_runs_in_every_rank_of_one_world_and_its_logs_can_be_followe
 
         def followed() -> bool:
             nonlocal position
-            ended = platform.status(job_id).state.final
+            ended = platform.status(job_id).state.is_final
             page = platform.logs(job_id, position)
             lines.extend(page.lines)
             position = page.position

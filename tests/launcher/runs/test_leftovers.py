@@ -61,7 +61,7 @@ def test_nothing_of_a_run_that_lives_is_touched_though_it_came_to_life_after_it_
     assert runs.left() == []
     runs.platform.start(job_id)
     assert runs.left() == []
-    assert runs.platform.left(dead)
+    assert runs.platform.remaining_resources(dead)
     runs.platform.silence(True)
     assert [one.job_id for one in runs.left()] == [None]
 

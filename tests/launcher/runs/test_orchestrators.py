@@ -42,14 +42,14 @@ class Orchestrator:
         if last is not None and last.status.state is JobState.SUCCEEDED:
             return
         self.claim.attempts.sweep()
-        ended = last.number if last is not None and last.status.state.final else 0
+        ended = last.number if last is not None and last.status.state.is_final else 0
         self.claimed = self.claim.take(ended=ended, leads=self.lease.take)
 
     def submit(self) -> None:
         record, platform = self.claimed, self.claim.platform
         assert record is not None
         self.claimed = None
-        if platform.status(record.job_id).state.live or not self.lease.take():
+        if platform.status(record.job_id).state.is_live or not self.lease.take():
             return
         platform.submit(platform.render(self.claim.job_of(record)))
 

@@ -51,7 +51,7 @@ def running_place(place: Place) -> Place:
 def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: Place) -> None:
     text = "import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(41)\ntime.sleep(600)"
     with submitted(place, "fails", text) as job_id:
-        until(lambda: not place.platform.status(job_id).state.live)
+        until(lambda: not place.platform.status(job_id).state.is_live)
         seen = place.platform.status(job_id)
         assert seen.state is JobState.FAILED
         assert seen.exit_codes[1] == 41
@@ -126,7 +126,7 @@ def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on
         until(lambda: log.exists() and "]:first" in log.read_text())
         (tmp_path / "second-life").touch()
         cluster.trainings["team-a", "fate-1-000000"].wanted = "preempt"
-        until(lambda: not platform.status(job_id).state.live)
+        until(lambda: not platform.status(job_id).state.is_live)
         seen = platform.status(job_id)
         assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
         assert "[node 0] [rank0]:again" in [str(line) for line in platform.logs(job_id).lines]

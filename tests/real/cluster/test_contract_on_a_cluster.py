@@ -103,4 +103,4 @@ def test_what_keeps_a_job_from_running_is_found_beforehand_and_is_the_reason_why
         job_id = platform.submit(submission)
         until(lambda: why in {one.code for one in platform.status(job_id).reasons})
         platform.cancel(job_id)
-        assert platform.left(job_id) == ()
+        assert platform.remaining_resources(job_id) == ()

@@ -178,7 +178,7 @@ class Scene:
 
     def _sees(self, sight: Sight) -> bool:
         with suppress(TrainLitgptError):  # a platform or a bucket that does not answer shows nothing
-            self.most = max(self.most, sum(one.status.state.live for one in self.attempts.all()))
+            self.most = max(self.most, sum(one.status.state.is_live for one in self.attempts.all()))
             return bool(sight(self))
         return False
 

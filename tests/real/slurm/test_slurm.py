@@ -95,7 +95,7 @@ def submitted_job(folder: Path, name: str, text: str, **changes: Any) -> tuple[S
 
 
 def ended(platform: SlurmPlatform, job_id: JobId) -> JobStatus:
-    until(lambda: platform.status(job_id).state.final)
+    until(lambda: platform.status(job_id).state.is_final)
     return platform.status(job_id)
 
 
@@ -147,7 +147,7 @@ def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluste
     assert platform.status(job_id).state is JobState.RUNNING
     platform.cancel(job_id)
     assert (tmp_path / "requeued.saved").exists()
-    assert platform.left(job_id) == ()
+    assert platform.remaining_resources(job_id) == ()
 
 
 def test_a_controller_that_is_away_for_a_minute_is_no_answer_and_the_job_outlives_it(

@@ -196,7 +196,7 @@ def test_second_user_of_hidden_jobs_is_referred_to_the_first(
         monkeypatch.setenv("SLURM_CONF", private.environment["SLURM_CONF"])
         with waiting(shared) as (platform, job_id):
             until(lambda: platform.status(job_id).state is JobState.RUNNING)
-            for verb in ("status", "left", "cancel"):
+            for verb in ("status", "remaining_resources", "cancel"):
                 with acting_as(USERS["bob"], GROUP), pytest.raises(PlatformUnreachable, match="run this as alice"):
                     getattr(SlurmPlatform(SlurmPlatformConfig(kind="slurm"), settle=0), verb)(job_id)
             assert len(private.live()) == 1

@@ -39,7 +39,7 @@ def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_othe
     until(lambda: sum("up" in line.text for line in platform.logs(job_id).lines) == 4)
     killed = time.time()
     os.kill(int(pids[2].read_text()), signal.SIGKILL)
-    until(lambda: not platform.status(job_id).state.live)
+    until(lambda: not platform.status(job_id).state.is_live)
     seen = platform.status(job_id)
     assert seen.ended - killed < 15, "by the supervisor's own clock; this is the promise"
     assert (seen.state, seen.exit_codes[1]) == (JobState.FAILED, 43)
@@ -74,7 +74,7 @@ def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(tmp_path:
         if connection.status == psutil.CONN_LISTEN
     ]
     (tmp_path / "go").touch()
-    until(lambda: not platform.status(job_id).state.live)
+    until(lambda: not platform.status(job_id).state.is_live)
     assert platform.status(job_id).state is JobState.SUCCEEDED
     assert json.loads((tmp_path / "a" / SUPERVISOR).read_text())["port"] in {one.port for one in listeners}
     assert {one.ip for one in listeners} <= {"127.0.0.1", "::1"}

@@ -55,12 +55,12 @@ def test_a_lost_node_ends_the_attempt_and_its_peers_are_ended_by_who_cancels_and
     job_id = submitted(platform)
     cloud.end(job_id, 1, code)
     status = platform.status(job_id)
-    assert (status.state, status.exit_codes, status.lingers) == (JobState.FAILED, {1: code}, True)
+    assert (status.state, status.exit_codes, status.has_running_nodes) == (JobState.FAILED, {1: code}, True)
     assert (verdict(status).fault, verdict(status).node, verdict(status).action) == (fault, 1, Action.RESTART)
-    assert platform.left(job_id)
+    assert platform.remaining_resources(job_id)
     assert "CancelJob" not in cloud.calls
     platform.cancel(job_id)
-    assert platform.left(job_id) == ()
+    assert platform.remaining_resources(job_id) == ()
     assert platform.status(job_id).state is JobState.FAILED, "not cancelled: it had been lost before"
 
 
@@ -139,9 +139,9 @@ def test_a_task_that_waited_in_vain_was_neither_preempted_nor_too_slow(events: E
 
 def test_peers_of_a_failed_node_and_last_lines_have_a_moment_to_come() -> None:
     job = told([BEGAN, (10, "FAILED", 44)], [BEGAN])
-    assert [seen(*job, now=now, grace=60).state.live for now in (60, 71)] == [True, False]
+    assert [seen(*job, now=now, grace=60).state.is_live for now in (60, 71)] == [True, False]
     job = told([BEGAN, (10, "SUCCEEDED", None)], job="SUCCEEDED")
-    assert [seen(*job, now=now, settle=10).state.live for now in (15, 21)] == [True, False]
+    assert [seen(*job, now=now, settle=10).state.is_live for now in (15, 21)] == [True, False]
 
 
 # --- submitting -------------------------------------------------------------------------------------------------------

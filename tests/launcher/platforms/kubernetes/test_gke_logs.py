@@ -37,7 +37,7 @@ def read(platform: GkePlatform, job_id: JobId, position: str = "", *, lines: int
 
     def enough() -> bool:
         nonlocal position
-        over = platform.status(job_id).state.final
+        over = platform.status(job_id).state.is_final
         page = platform.logs(job_id, position)
         position = page.position
         found.extend(page.lines)

@@ -42,7 +42,7 @@ def plain(platform: LocalPlatform, directory: Path, *nodes: str, **changes: obje
 
 
 def end_of(platform: LocalPlatform, job_id: JobId) -> JobStatus:
-    until(lambda: not platform.status(job_id).state.live)
+    until(lambda: not platform.status(job_id).state.is_live)
     return platform.status(job_id)
 
 
@@ -72,7 +72,7 @@ def test_emptied_bucket_gets_a_new_job_without_the_old_log(tmp_path: Path, monke
     assert end_of(platform, old).state is JobState.SUCCEEDED
     new = platform.render(replace(asked, nonce="bbbbbb")).job_id
     assert (platform.status(new).state, said(platform, old)) == (JobState.ABSENT, ["old"])
-    assert not platform.gave(old, attempt_name=Path(new).name, directory=asked.directory)
+    assert not platform.owns_job_id(old, attempt_name=Path(new).name, directory=asked.directory)
 
 
 def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_and_one_master(
@@ -271,6 +271,6 @@ def test_attempt_is_refused_beside_a_live_one_of_its_run(platform: LocalPlatform
     platform.submit(beside)
     platform.cancel(first)
     platform.submit(second)
-    assert [platform.status(one.job_id).state.live for one in (beside, second)] == [True, True]
+    assert [platform.status(one.job_id).state.is_live for one in (beside, second)] == [True, True]
     for submission in (beside, second):
         platform.cancel(submission.job_id)

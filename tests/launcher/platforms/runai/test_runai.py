@@ -130,7 +130,7 @@ def test_a_submission_without_a_clear_answer_is_looked_for_and_never_doubled(
     """Nor is one after words like a refusal, which a gateway may say of a workload that was made."""
     here = request.getfixturevalue(way)()
     cluster.lost = [(instead, made)]
-    assert here.status(here.submit(here.render(waiting))).state.live
+    assert here.status(here.submit(here.render(waiting))).state.is_live
     assert cluster.live() == [waiting.attempt_name]
     assert len(cluster.submissions) == (1 if made else 2)
 
@@ -144,7 +144,7 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
     with pytest.raises(PlatformUnreachable, match=r"whether owt-0123456789-1-000000 is made is not known.*takes it up"):
         here.submit(submission)
     cluster.lost = []
-    assert here.status(here.submit(submission)).state.live
+    assert here.status(here.submit(submission)).state.is_live
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_job_whose_name_contains_ours_is_left_alone(
     ours = here.render(waiting).job_id
     assert here.status(ours).state is JobState.ABSENT
     here.cancel(ours)
-    assert there.status(other).state.live
+    assert there.status(other).state.is_live
     here.submit(here.render(waiting))
     assert len(cluster.live()) == 2
 

@@ -401,7 +401,7 @@ def test_second_user_sees_a_running_job(cluster: SlurmCommands, tmp_path: Path) 
     cluster.user = "bob"
     platform = SlurmPlatform(settings_of(), settle=0)
     assert platform.status(job_id).state is JobState.RUNNING
-    assert platform.left(job_id) == ("job 77 (RUNNING)",)
+    assert platform.remaining_resources(job_id) == ("job 77 (RUNNING)",)
     with pytest.raises(PlatformRefused, match=r"job 77 is alice's, and Slurm does not let bob end it.*ask alice"):
         platform.cancel(job_id)
     assert not (tmp_path / "attempts/1" / CANCELLED).exists(), "the job goes on, and must not look cancelled later"
@@ -414,7 +414,7 @@ def test_second_user_of_hidden_jobs_is_referred_to_the_first(cluster: SlurmComma
     _, job_id = submitted(tmp_path)
     cluster.user = "bob"
     platform = SlurmPlatform(settings_of(), settle=0)
-    for verb in (platform.status, platform.cancel, platform.left):
+    for verb in (platform.status, platform.cancel, platform.remaining_resources):
         with pytest.raises(
             PlatformUnreachable, match=r"submitted by alice on.*it may be running.*run this as alice"
         ) as no:
@@ -450,7 +450,7 @@ def test_greeting_of_a_login_shell_is_no_partition(
 def test_number_that_names_another_job_is_not_believed(cluster: SlurmCommands, tmp_path: Path) -> None:
     platform, job_id = submitted(tmp_path)
     cluster.jobs[77].name = "somebody-elses"
-    assert not SlurmPlatform(settings_of(), settle=0).status(job_id).state.live
+    assert not SlurmPlatform(settings_of(), settle=0).status(job_id).state.is_live
     platform.cancel(job_id)
     assert cluster.jobs[77].state == "RUNNING"
 
