@@ -33,8 +33,7 @@ from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start
 from launcher.checks.preflight import check_evaluation
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
 from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
-from launcher.evaluation import evaluations
-from launcher.formatting import bytes_text
+from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
 from launcher.runs import waiting
@@ -47,6 +46,7 @@ from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, TrainLitgptError, fault_of_findings
 from litgpt_demo.export import summary_lines, usage
+from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import Storage, is_remote, open_storage
@@ -652,7 +652,7 @@ def logs(
                     raise ConfigProblem(f"--since cannot be used: {what}; leave it out")
                 wanted = node in (None, line.node) and (rank is None or line.text.startswith(f"[rank{rank}]:"))
                 if wanted and (line.time or 0.0) >= (since or 0.0):
-                    show_text(f"{prefix}{line if raw else waiting.readable(line)}")
+                    show_text(f"{prefix}{line if raw else readable(line)}")
 
         if follow:
             await waiting.follow(platform, job_id, on_lines=show_lines, poll=platform.poll_seconds)

@@ -25,7 +25,7 @@ from flows.serving import AUTH, CHECKOUT, ORIGINS, SERVER_AUTH, environment_file
 from launcher.config import config_document, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import harmless
-from launcher.runs.index import DamagedRecords, Index, root_of
+from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
 from litgpt_demo.heartbeat import started
@@ -152,7 +152,7 @@ def stop() -> None:
     os.environ |= environment(serving_home())
     with suppress(psutil.Error, OSError):  # relative roots are the worker's
         os.chdir(serving.workplace() if (worker := serving.live("worker")) is None else worker.cwd())
-    indexes = [Index.of(root) for root in sorted({root_of({}), *asyncio.run(_roots())})]
+    indexes = [Index.of(root) for root in sorted(asyncio.run(_roots()))]
     for name in ("worker", "server"):
         _report(name, "stopped" if _end(name) else "not running", "")
     for index in indexes:
@@ -266,19 +266,21 @@ async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -
 
 
 async def _roots() -> set[str]:
-    """Return the roots that flow runs of this server wrote under; none where it does not answer."""
+    """Return the default root, and the roots of this server's flow runs if it answers."""
     import httpx
     from prefect.client.orchestration import get_client
 
+    from flows.parameters import root_of
     from flows.reconciling import all_flow_runs
 
+    roots = {root_of({})}
     if not os.environ.get("PREFECT_API_URL"):
-        return set()
+        return roots
     with suppress(httpx.HTTPError, RuntimeError):
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
             if await client.api_healthcheck() is None:
-                return {root_of(flow_run.parameters) for flow_run in await all_flow_runs(client)}
-    return set()
+                roots |= {root_of(flow_run.parameters) for flow_run in await all_flow_runs(client)}
+    return roots
 
 
 def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:

@@ -25,16 +25,23 @@ from prefect.exceptions import Abort
 from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run as this_flow_run
 from prefect.utilities.urls import url_for
-from pydantic import GetPydanticSchema, ValidationError, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    GetPydanticSchema,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic.fields import FieldInfo
 
 from flows.server import require_server
 from launcher.benchmark import BenchmarkConfig
-from launcher.config import AnyConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
+from launcher.config import AnyConfig, PlatformConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_each, opening_beside
-from launcher.runs.index import Index, platform_of, root_of
+from launcher.runs.index import Index
 from litgpt_demo.config import INTEGERS, Settings, bounded
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import TrainLitgptError
@@ -182,6 +189,23 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
         logger.info("cancelled %s; nothing of it is left", run)
     if not cancelled:
         logger.info("there was no live job to cancel")
+
+
+def root_of(parameters: Mapping[str, Any]) -> str:
+    """Return the root that a flow run with these parameters writes under."""
+    overrides = parameters.get("overrides") or {}
+    return str(overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default)
+
+
+def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
+    """Return the `platform` section that a flow run with these parameters was started with, None without a good one."""
+    overrides = parameters.get("overrides") or {}
+    about = {name: value for name, value in overrides.items() if name.partition(".")[0] == "platform"}
+    try:
+        document = overridden({"platform": parameters.get("platform") or {}}, about)
+        return TypeAdapter[PlatformConfig](PlatformConfig).validate_python(document["platform"])
+    except (ConfigProblem, ValidationError):
+        return None
 
 
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:

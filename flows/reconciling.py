@@ -26,12 +26,12 @@ from prefect.client.schemas.objects import TERMINAL_STATES, StateType
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Crashed
 
-from flows.parameters import KINDS
+from flows.parameters import KINDS, platform_of, root_of
 from flows.server import use_served
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
 from launcher.runs.attempts import Attempts, opening_beside
-from launcher.runs.index import Index, platform_of, root_of
+from launcher.runs.index import Index
 from launcher.runs.lease import DEAD, Lease
 from launcher.runs.listing import RunRow
 from litgpt_demo.errors import TrainLitgptError, is_marked_no_retry

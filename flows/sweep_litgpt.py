@@ -21,9 +21,9 @@ from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
 from launcher.errors import JobCancelled, LauncherError, PlatformUnreachable
-from launcher.evaluation import found_scores
 from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
+from launcher.reports.goodput import attempt_times
 from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
 from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, settle_others
 from launcher.runs.index import DamagedRecords, Index
@@ -36,11 +36,11 @@ from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.export import finished
+from litgpt_demo.export.evaluation import found_scores
 from litgpt_demo.metrics import Row
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
-from tasks.report import attempt_times
 from tasks.steps import as_it_is, emit
 
 PRUNED = "pruned"

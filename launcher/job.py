@@ -10,9 +10,9 @@ from hashlib import sha256
 from typing import Annotated, Any, NewType, TypeAlias
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass, Finding
+from litgpt_demo.errors import Finding
 
 JobId = NewType("JobId", str)
 Object: TypeAlias = Mapping[str, Any]
@@ -25,20 +25,7 @@ Nobody can pull it by mistake: a reference has no capitals (https://github.com/d
 """
 
 
-def _of_a_job(fault: FailureClass) -> FailureClass:
-    if fault not in JOB_FAILURE_CLASSES:
-        raise ValueError(f"no node ends with {fault!r}")
-    return fault
-
-
-JobFault: TypeAlias = Annotated[FailureClass, AfterValidator(_of_a_job)]
-"""The class of a failure that a job ends with; the others are the launching side's."""
-
-# What is read back may be damaged or forged: a number is one that a platform can have given.
-NodeNumber: TypeAlias = Annotated[int, Field(ge=0, lt=1_000_000)]
-"""The number of a node or rank."""
-ExitCode: TypeAlias = Annotated[int, Field(ge=-1000, lt=1_000_000)]
-"""A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
+# What is read back may be damaged or forged.
 Moment: TypeAlias = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 """Seconds since the epoch."""
 

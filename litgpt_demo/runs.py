@@ -7,13 +7,14 @@ runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/con
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, JsonValue
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.documents import Unreadable, parse_json, sealed
-from litgpt_demo.errors import DataError, TooLarge
+from litgpt_demo.errors import JOB_FAILURE_CLASSES, DataError, FailureClass, TooLarge
 from litgpt_demo.metrics import MOST_FILE, rows_of
 from litgpt_demo.storage import Storage
 from litgpt_demo.storage.local import explaining
@@ -28,10 +29,9 @@ HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 EVALUATIONS = "evaluations"
 
-NODE_REPORT = r"node-[0-9]{1,6}\.json"
-"""The name of the report that a node leaves at its end in an attempt's folder, as a regular expression."""
-MOST_NODE_REPORT = 8 << 20
-"""Bytes of one: a thousand ranks with the ends of their tracebacks."""
+_NODE_REPORT = re.compile(r"node-[0-9]{1,6}\.json")
+_REPORT_OF_ANY_LIFE = re.compile(rf"(restart-[0-9]+/)?{_NODE_REPORT.pattern}")
+_MOST_NODE_REPORT = 8 << 20  # bytes: a thousand ranks with the ends of their tracebacks
 
 
 class RecordedPrice(Settings):
@@ -97,3 +97,92 @@ def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, 
 
 def read_spec(run: Storage) -> TrainingSpec:
     return read_document(run).training
+
+
+def _of_a_job(fault: FailureClass) -> FailureClass:
+    if fault not in JOB_FAILURE_CLASSES:
+        raise ValueError(f"no node ends with {fault!r}")
+    return fault
+
+
+JobFault: TypeAlias = Annotated[FailureClass, AfterValidator(_of_a_job)]
+"""The class of a failure that a job ends with; the others are the launching side's."""
+
+# What is read back may be damaged or forged: a number is one that a platform can have given.
+NodeNumber: TypeAlias = Annotated[int, Field(ge=0, lt=1_000_000)]
+"""The number of a node or rank."""
+ExitCode: TypeAlias = Annotated[int, Field(ge=-1000, lt=1_000_000)]
+"""A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
+
+# A node may write anything: what is too long is cut, what is too large is no report.
+_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
+
+
+class RankReport(BaseModel):
+    """A node's report of a rank that failed; fields that are not needed here are ignored."""
+
+    rank: NodeNumber | None = None
+    exit_code: ExitCode | None = None
+    message: _Text = ""
+    traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
+    time: FiniteFloat | None = None
+    step: Annotated[int, Field(ge=0, le=2**53)] | None = None
+    waits: bool = False
+    held: bool = False
+
+
+class Trace(BaseModel):
+    """A line that a node picked from its kernel's log or its ranks' output (litgpt_demo.node.evidence)."""
+
+    source: Literal["kernel", "memory", "output", "recorder"]
+    text: Annotated[str, AfterValidator(lambda text: text[:500])]
+    rank: NodeNumber | None = None
+
+
+class NodeReport(BaseModel):
+    """A node's report of its end (litgpt_demo.node.main)."""
+
+    node: NodeNumber
+    exit_code: ExitCode
+    fault: JobFault | None
+    message: _Text
+    ended: FiniteFloat
+    asked: FiniteFloat | None = None
+    started: FiniteFloat | None = None
+    gate_seconds: _Seconds = 0.0
+    stage_seconds: _Seconds = 0.0
+    host: Annotated[str, AfterValidator(lambda text: text[:253])] = ""
+    """The machine, by its platform's name, which is at most as long as a DNS name."""
+    stopped: Annotated[tuple[NodeNumber, ...], Field(max_length=1024)] = ()
+    """The ranks that were stopped because of others, and had failed at nothing."""
+    traces: Annotated[tuple[Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
+    ranks: Annotated[tuple[RankReport, ...], Field(max_length=1024)] = ()
+    """Those that failed, the one first that explains the others."""
+
+
+def node_reports(attempt: Storage, bad: Unreadable | None = None, *, all_lives: bool = False) -> list[NodeReport]:
+    """Return the reports `node-<k>.json` that the nodes of an attempt wrote at their end.
+
+    A damaged report counts as none, and so does one in another node's file. `bad` counts both.
+
+    Args:
+        all_lives: also return the reports of earlier lives of an attempt that its platform restarted. Each life's
+            reports were moved to `restart-<n>/`.
+    """
+    pattern = _REPORT_OF_ANY_LIFE if all_lives else _NODE_REPORT
+    reports = []
+    # torchrun leaves JSON files too, below a node's own folder.
+    for path in attempt.list():
+        if not pattern.fullmatch(path):
+            continue
+        try:
+            content = attempt.read(path, most=_MOST_NODE_REPORT)
+            report = parse_json(content, NodeReport, where=attempt.address(path), fix="read the node's log")
+            if path.rpartition("/")[2] != f"node-{report.node}.json":
+                raise DataError(f"{attempt.address(path)} is signed by node {report.node}", fix="read the node's log")
+            reports.append(report)
+        except DataError as error:
+            if bad is not None:
+                bad.add(str(error))
+    return reports

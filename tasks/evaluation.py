@@ -15,7 +15,6 @@ from prefect.artifacts import acreate_table_artifact
 from launcher.checks.arithmetic import gpu_names, host_memory
 from launcher.checks.preflight import check_evaluation
 from launcher.errors import raise_on_errors
-from launcher.evaluation import Evaluation, evaluations, place_of, read_evaluation, write_on_card
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import bytes_text
 from launcher.runs.lease import LOOK, FolderLease
@@ -25,6 +24,7 @@ from litgpt_demo.config import EvaluationConfig
 from litgpt_demo.data.hub import can_reach_hub
 from litgpt_demo.errors import UserError, one_line
 from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export.evaluation import Evaluation, evaluations, place_of, read_evaluation, write_on_card
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import EVALUATIONS, HUGGINGFACE
 from litgpt_demo.secrets import Cleaner
@@ -147,7 +147,7 @@ async def _evaluated(
         what = f"the weights of {run.address()} take {bytes_text(needed)} in float32, and this machine has "
         fix = f"evaluate it where there is more memory, or a GPU: train-litgpt evaluate {run.address()}"
         raise UserError(f"{what}{bytes_text(room)} of memory", fix=fix)
-    words = [*PYTHON, "-m", "launcher.evaluation", run.address()]
+    words = [*PYTHON, "-m", "litgpt_demo.export.evaluation", run.address()]
     command = words if step is None else ["nice", "-n", "19", *words, str(step)]  # a training may need the cores
     environ = environment_of_readers(os.environ) | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     if not await asyncio.to_thread(can_reach_hub):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Mapping
@@ -21,23 +20,23 @@ from prefect.runtime import flow_run
 from prefect.states import Running
 
 from launcher.curves import summary
-from launcher.evaluation import evaluations
 from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
-from launcher.reports.goodput import AttemptTimes, ledger
+from launcher.reports.goodput import attempt_times, ledger
 from launcher.reports.report import RunReport
-from launcher.runs.diagnosis import Verdict, node_reports
+from launcher.runs.diagnosis import Verdict
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, one_line
 from litgpt_demo.export import FinalManifest, exported
+from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.metrics import NUMBERS, damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
-from litgpt_demo.storage import MANIFEST, ObjectInfo, bucket_path, open_storage
+from litgpt_demo.storage import MANIFEST, ObjectInfo, bucket_path
 from tasks.steps import emit, report_unreadable, step_task
 
 # Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
@@ -46,7 +45,6 @@ _UPDATE = 5.0
 LINE = 60.0
 _ANSWER = 10.0  # seconds that Prefect's server has: who waits for it may hold machines that are paid for
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
-_RESTART = re.compile(r"restart-[0-9]{1,9}/")
 # What is kept of a row while a job runs: it may hold other columns, texts and lists of any length.
 _SHOWN = {"kind", "step", *NUMBERS}
 
@@ -307,15 +305,3 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             return made
     write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
     return made
-
-
-def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
-    """Return what is recorded of the times of a run's attempts, oldest first; a report that is damaged is left out."""
-    ends, times = index.ends(run), []
-    for record in index.records(run):
-        attempt = open_storage(record.directory)
-        # Of an attempt that its platform started again, the reports of each life were moved one deeper.
-        lives = sorted({path.partition("/")[0] for path in attempt.list() if _RESTART.match(path)})
-        reports = [one for folder in (attempt, *map(attempt.within, lives)) for one in node_reports(folder)]
-        times.append(AttemptTimes(record=record, end=ends.get(record.attempt), reports=reports))
-    return times

@@ -22,9 +22,9 @@ from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, 
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.reports.goodput import ledger
+from launcher.reports.goodput import attempt_times, ledger
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import ADVICE, Verdict, diagnose, node_reports
+from launcher.runs.diagnosis import ADVICE, Verdict, diagnose
 from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
 from launcher.runs.lease import BEAT, LOOK, Lease
 from launcher.runs.restarts import Budget, without_machine
@@ -36,12 +36,12 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, one_line
 from litgpt_demo.metrics import Row, damaged_lines, from_log_line
-from litgpt_demo.runs import read_metrics
+from litgpt_demo.runs import node_reports, read_metrics
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import MANIFEST, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import bring_origin
-from tasks.report import LINE, LiveArtifacts, attempt_times, show_state, show_verdict
+from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
 T = TypeVar("T")

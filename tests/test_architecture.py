@@ -133,6 +133,15 @@ def test_a_platform_is_imported_in_its_own_folder_only() -> None:
     require(foreign, "ask launcher.platforms.settings or launcher.platforms.base")
 
 
+def test_platforms_do_not_import_runs() -> None:
+    def upward(path: str) -> list[tuple[int, str]]:
+        if not path.startswith("launcher/platforms/"):
+            return []
+        return [(line, name) for line, name in imports(path) if name.startswith("launcher.runs")]
+
+    require(upward, "runs are built on platforms: move what both need to launcher or litgpt_demo")
+
+
 def test_nobody_asks_which_platform_or_network_it_is() -> None:
     """A comparison needs the name, which stands in its own file or folder alone; a look for a setting `getattr`."""
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.environment import literal
 from launcher.errors import ImageProblem, ImageUnreachable, JobCancelled
+from launcher.formatting import terminal_text
 from launcher.google import Service, google_errors
 from launcher.images.context import TIME, Build, Log, Pause
 from launcher.images.docker import TAIL, build_command
 from launcher.images.oci import resolve
 from launcher.images.settings import CloudBuildImage
-from launcher.platforms.log_files import terminal_text
 from litgpt_demo.errors import TrainLitgptError, mark_no_retry, one_line
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import Position, bucket_path, open_storage

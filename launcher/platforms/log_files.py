@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Annotated, ClassVar, Self
@@ -12,8 +13,10 @@ from urllib.parse import parse_qs, quote, urlsplit
 from pydantic import Field, TypeAdapter
 
 from launcher.errors import ConfigProblem, PlatformUnreachable
+from launcher.formatting import terminal_text
 from launcher.job import JobId, LogLine, LogPage
 from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.runs import node_reports
 from litgpt_demo.storage import Position, Storage
 
 PAGE = 4 << 20
@@ -92,6 +95,14 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}), more)
 
 
-def terminal_text(line: str) -> str:
-    """Return what a terminal would show of a line in which a progress bar went back to its start again and again."""
-    return line.rstrip("\r").rsplit("\r", 1)[-1]
+def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, int]:
+    """Wait up to `patience` seconds for the reports of all `nodes`; return node number to exit code."""
+    give_up_at = time.monotonic() + patience
+    while True:
+        try:
+            codes = {report.node: report.exit_code for report in node_reports(attempt)}
+        except TrainLitgptError as error:
+            raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
+        if len(codes) >= nodes or time.monotonic() >= give_up_at:
+            return codes
+        time.sleep(0.2)

@@ -1,9 +1,9 @@
 """The goodput ledger: where the wall time of a run went, over all its attempts.
 
-Pure: records of the run index, nodes' reports and rows of metrics in, a ledger out. Its parts add up to the time from
-the first attempt's record to the last one's end, because every moment of it is booked once: the ledger walks from one
-known moment to the next, and never back. What no record tells is booked as unknown. Inside an attempt, times are
-seconds since its node began, by a clock that nobody sets; the moments of two machines are held in their order.
+`ledger` is pure: it makes a ledger of records of the run index, nodes' reports and rows of metrics. The parts add up to
+the time from the first attempt's record to the last attempt's end. Each moment is booked once: the ledger walks from
+one known moment to the next, and never back. Time that no record explains is booked as unknown. Inside an attempt,
+times are seconds since its node began, by a monotonic clock; the moments of two machines are held in their order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config import PlatformConfig
 from launcher.formatting import duration_text, share_text
 from launcher.job import JobState
-from launcher.runs.diagnosis import NodeReport
-from launcher.runs.index import AttemptEnd, AttemptRecord
+from launcher.runs.index import AttemptEnd, AttemptRecord, Index
 from litgpt_demo.metrics import Row
-from litgpt_demo.runs import RecordedPrice
+from litgpt_demo.runs import NodeReport, RecordedPrice, node_reports
+from litgpt_demo.storage import open_storage
 
 
 class Part(StrEnum):
@@ -61,6 +61,19 @@ class AttemptTimes:
     end: AttemptEnd | None
     """None while nobody has seen it end."""
     reports: Sequence[NodeReport] = ()
+
+
+def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
+    """Return what is recorded of the times of a run's attempts, oldest first; damaged reports are left out."""
+    ends = index.ends(run)
+    return [
+        AttemptTimes(
+            record=record,
+            end=ends.get(record.attempt),
+            reports=node_reports(open_storage(record.directory), all_lives=True),
+        )
+        for record in index.records(run)
+    ]
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,6 @@ import yaml
 from pydantic import JsonValue
 
 from launcher.curves import Progress, downsample, smoothed, summary
-from launcher.evaluation import Evaluation
 from launcher.formatting import ACTIVE, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
@@ -28,6 +27,7 @@ from launcher.runs.diagnosis import ADVICE, Verdict
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.export import FinalManifest, usage
+from litgpt_demo.export.evaluation import Evaluation
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
 

@@ -14,7 +14,6 @@ import yaml
 
 from launcher.config import Objective
 from launcher.curves import summary
-from launcher.evaluation import Score, found_scores
 from launcher.formatting import duration_text, loss_text, setting_text, share_text
 from launcher.reports.charts import SETTINGS, Chart, Line, element
 from launcher.reports.goodput import AttemptTimes, ledger
@@ -22,6 +21,7 @@ from launcher.reports.report import template
 from launcher.runs.run import Run
 from launcher.runs.sweeps import Trial
 from litgpt_demo.export import FinalManifest
+from litgpt_demo.export.evaluation import Score, found_scores
 from litgpt_demo.metrics import curve
 from litgpt_demo.runs import REPORT, read_document, read_metrics
 

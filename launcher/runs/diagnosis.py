@@ -9,32 +9,17 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from signal import Signals
-from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, FiniteFloat
-
-from launcher.errors import PlatformUnreachable
-from launcher.job import MACHINE, ExitCode, JobFault, JobStatus, LogLine, NodeNumber
-from litgpt_demo.documents import Unreadable, parse_json
-from litgpt_demo.errors import (
-    DataError,
-    FailureClass,
-    TrainLitgptError,
-    fault_of_exception,
-    fault_of_exit_code,
-    is_gpu_error,
-)
-from litgpt_demo.runs import MOST_NODE_REPORT, NODE_REPORT
+from launcher.job import MACHINE, JobStatus, LogLine
+from litgpt_demo.errors import FailureClass, fault_of_exception, fault_of_exit_code, is_gpu_error
+from litgpt_demo.runs import NodeReport, RankReport
 from litgpt_demo.secrets import Cleaner
-from litgpt_demo.storage import Storage
 
 _MOST_LINES, _LONGEST = 60, 1000  # lines of evidence, and characters of each
-_LONGEST_HOST = 253  # characters, as of a name of DNS
 
 
 class Action(StrEnum):
@@ -113,87 +98,6 @@ class Verdict:
         machine = f"  machine: {self.machine}\n" if self.machine else ""
         advice = f"  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
         return f"{self.fault}{self.culprit}: {self.evidence}\n{machine}{advice}"
-
-
-# A node may write anything: what is too long is cut, what is too large is no report.
-_Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-_Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
-
-
-class RankReport(BaseModel):
-    """A node's report of a rank that failed; fields that are not needed here are ignored."""
-
-    rank: NodeNumber | None = None
-    exit_code: ExitCode | None = None
-    message: _Text = ""
-    traceback: Annotated[tuple[_Text, ...], AfterValidator(lambda lines: lines[-100:])] = ()
-    time: FiniteFloat | None = None
-    step: Annotated[int, Field(ge=0, le=2**53)] | None = None
-    waits: bool = False
-    held: bool = False
-
-
-class Trace(BaseModel):
-    """A line that a node picked from its kernel's log or its ranks' output (litgpt_demo.node.evidence)."""
-
-    source: Literal["kernel", "memory", "output", "recorder"]
-    text: Annotated[str, AfterValidator(lambda text: text[:500])]
-    rank: NodeNumber | None = None
-
-
-class NodeReport(BaseModel):
-    """A node's report of its end (litgpt_demo.node.main)."""
-
-    node: NodeNumber
-    exit_code: ExitCode
-    fault: JobFault | None
-    message: _Text
-    ended: FiniteFloat
-    asked: FiniteFloat | None = None
-    started: FiniteFloat | None = None
-    gate_seconds: _Seconds = 0.0
-    stage_seconds: _Seconds = 0.0
-    host: Annotated[str, AfterValidator(lambda text: text[:_LONGEST_HOST])] = ""
-    """The machine, by its platform's name."""
-    stopped: Annotated[tuple[NodeNumber, ...], Field(max_length=1024)] = ()
-    """The ranks that were stopped because of others, and had failed at nothing."""
-    traces: Annotated[tuple[Trace, ...], AfterValidator(lambda traces: traces[:64])] = ()
-    ranks: Annotated[tuple[RankReport, ...], Field(max_length=1024)] = ()
-    """Those that failed, the one first that explains the others."""
-
-
-def node_reports(attempt: Storage, bad: Unreadable | None = None) -> list[NodeReport]:
-    """Return the report that each node wrote of its end: `node-<k>.json`.
-
-    A damaged one, or one in another node's file, counts as none: the node's exit code is left, as for a node that was
-    killed. `bad` counts both.
-    """
-    found = []
-    # Below a node's own folder torchrun leaves JSON files too.
-    for name in (path for path in attempt.list() if re.fullmatch(NODE_REPORT, path)):
-        try:
-            content = attempt.read(name, most=MOST_NODE_REPORT)
-            report = parse_json(content, NodeReport, where=attempt.address(name), fix="read the node's log")
-            if name != f"node-{report.node}.json":
-                raise DataError(f"{attempt.address(name)} is signed by node {report.node}", fix="read the node's log")
-            found.append(report)
-        except DataError as error:
-            if bad is not None:
-                bad.add(str(error))
-    return found
-
-
-def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, int]:
-    """Node number to exit code, of the nodes that have told; `patience` are seconds in which all `nodes` may tell."""
-    give_up_at = time.monotonic() + patience
-    while True:
-        try:
-            codes = {report.node: report.exit_code for report in node_reports(attempt)}
-        except TrainLitgptError as error:
-            raise PlatformUnreachable(f"the run's directory {attempt.address()} cannot be read: {error}") from error
-        if len(codes) >= nodes or time.monotonic() >= give_up_at:
-            return codes
-        time.sleep(0.2)
 
 
 # Of two causes the one that says more comes first.

@@ -20,26 +20,24 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote
 
 import psutil
-from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import Field, JsonValue
 
-from launcher.config import PlatformConfig, RunConfig, overridden
-from launcher.errors import ConfigProblem
-from launcher.job import JobFault, JobId, JobState, JobStatus, MachineName, Moment, attempt_name
+from launcher.job import JobId, JobState, JobStatus, MachineName, Moment, attempt_name
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
-from litgpt_demo.runs import ATTEMPTS
+from litgpt_demo.runs import ATTEMPTS, JobFault
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import explaining
 from litgpt_demo.storage.private import make_private
@@ -383,23 +381,6 @@ def _of_name(name: str, attempts: Iterable[tuple[str, int]]) -> list[tuple[str, 
 
 def _verdict_path(run: str, attempt: int) -> str:
     return f"runs/{run}/{ATTEMPTS}/{attempt}/verdict.json"
-
-
-def root_of(parameters: Mapping[str, Any]) -> str:
-    """Return the root that a flow run with these parameters writes under."""
-    overrides = parameters.get("overrides") or {}
-    return str(overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default)
-
-
-def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
-    """Return the `platform` section that a flow run with these parameters was started with, None without a good one."""
-    overrides = parameters.get("overrides") or {}
-    about = {name: value for name, value in overrides.items() if name.partition(".")[0] == "platform"}
-    try:
-        document = overridden({"platform": parameters.get("platform") or {}}, about)
-        return TypeAdapter[PlatformConfig](PlatformConfig).validate_python(document["platform"])
-    except (ConfigProblem, ValidationError):
-        return None
 
 
 def _content(value: Settings) -> bytes:

@@ -1,4 +1,4 @@
-"""Waiting for a job and tailing its logs, once for all platforms, and its lines in words."""
+"""Waiting for a job and tailing its logs, once for all platforms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from contextlib import suppress
 from typing import TypeVar
 
 from launcher.errors import LoginProblem, PlatformUnreachable
-from launcher.formatting import bytes_text, count_text, duration_text, loss_text, rate_text, share_text
 from launcher.job import JobId, JobState, JobStatus, LogLine, LogPage
 from launcher.platforms.base import Platform
 from litgpt_demo import timeouts
 from litgpt_demo.errors import NetworkError, is_marked_no_retry
-from litgpt_demo.metrics import METRICS_MARK, Row, from_log_line
 
 T = TypeVar("T")
 
@@ -139,56 +137,3 @@ async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[It
     while page.more:
         page = await asyncio.to_thread(platform.logs, job_id, page.position)
         on_lines(page.lines)
-
-
-def readable(line: LogLine) -> str:
-    """Return the line as it is printed, a metrics row in words. Whatever torchrun put before the row stays."""
-    row = from_log_line(line.text)
-    if row is None:
-        return str(line)
-    before = line.text.partition(METRICS_MARK)[0].rstrip()
-    try:
-        words = _words(row)
-    except (KeyError, TypeError, ValueError, OverflowError):  # no row of ours looks so, for a node may write anything
-        words = ", ".join(f"{name} {value}" for name, value in row.items())
-    words = " ".join(words.splitlines())  # a text in a row must not pass for a line of another node
-    return str(LogLine(line.node, f"{before} {words}".lstrip()))
-
-
-def _words(row: Row) -> str:
-    step = f"step {row['step']}  " if row["kind"] != "network" else ""
-    match row["kind"]:
-        case "start":
-            goes_on = f"goes on after step {row['step']} of {row['steps']}"
-            ranks = f"{row['world_size']} ranks on {row['device_name']}, {row['precision']}"
-            begins = goes_on if row["step"] else f"starts, {row['steps']} steps"
-            return f"{begins}: {count_text(row['parameters'])} parameters, {ranks}"
-        case "step":
-            used = f"  MFU {share_text(row['mfu'])}" if row.get("mfu") is not None else ""
-            waited = row["data_seconds"]
-            late = f"  waited {duration_text(waited)} for data" if waited > 0.1 * row["step_seconds"] else ""
-            return (
-                f"{step}loss {loss_text(row['loss'])}  gradient {row['grad_norm']:.3g}  "
-                f"learning rate {row['learning_rate']:.3g}  {rate_text(row['tokens_per_second'])}  "
-                f"{bytes_text(row['memory'])}{used}{late}"
-            )
-        case "evaluation":
-            return f"{step}validation loss {loss_text(row['validation_loss'])} ({duration_text(row['seconds'])})"
-        case "checkpoint":
-            stood, saved = duration_text(row["seconds"]), duration_text(row["save_seconds"])
-            return (
-                f"{step}saved {row['path']}, {bytes_text(row['bytes'])} "
-                f"(training stood still for {stood}, committed after {saved})"
-            )
-        case "skip":
-            return f"{step}its update is left out: {row['why']}"
-        case "leave":
-            return f"{step}leaves: {row['why']}"
-        case "network":
-            floor = f", at least {row['floor']:.3g} are asked for" if "floor" in row else ""
-            among = f"{row['ranks']} ranks on {row['nodes']} nodes"
-            speed = f"{row['busbw']:.3g} GB/s (busbw)"
-            return f"network: all-reduce of {bytes_text(row['bytes'])} among {among}, {speed}{floor}"
-        case "end":
-            return f"{step}ends after {duration_text(row['seconds'])}"
-    raise ValueError(row["kind"])

@@ -13,15 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, FiniteFloat
-
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset
-from litgpt_demo.documents import Unreadable, parse_json
-from litgpt_demo.errors import DataError
+from litgpt_demo.documents import Unreadable
 from litgpt_demo.export import Cost, FinalManifest, usage
 from litgpt_demo.metrics import Row, curve
-from litgpt_demo.runs import ATTEMPTS, MOST_NODE_REPORT, NODE_REPORT, read_document, read_metrics
+from litgpt_demo.runs import ATTEMPTS, node_reports, read_document, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
 
@@ -34,30 +31,17 @@ _EAGER = (
     "`train-litgpt generate`."
 )
 
-# What a node leaves at its end, in an attempt's folder; a life that its platform started again was moved one deeper.
-_NODE_REPORT = re.compile(rf"[0-9]+/(restart-[0-9]+/)?{NODE_REPORT}")
-
-
-class _NodeLife(BaseModel):
-    """The times in a node's report of its end, in seconds since the epoch; the rest of it is not needed here."""
-
-    started: FiniteFloat
-    ended: FiniteFloat
-
 
 def cost_of(run: Storage) -> Cost | None:
     """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
     if (price := read_document(run).price) is None:
         return None
     attempts, bad, seconds = run.within(ATTEMPTS), Unreadable("nodes' reports"), 0.0
-    for path in attempts.list():
-        if _NODE_REPORT.fullmatch(path):
-            try:
-                content = attempts.read(path, most=MOST_NODE_REPORT)
-                life = parse_json(content, _NodeLife, where=attempts.address(path), fix="it is left out")
-                seconds += max(0.0, life.ended - life.started)
-            except DataError as error:
-                bad.add(str(error))
+    folders = {path.partition("/")[0] for path in attempts.list() if "/" in path}
+    for folder in sorted(folders):
+        for report in node_reports(attempts.within(folder), bad, all_lives=True):
+            if report.started is not None:
+                seconds += max(0.0, report.ended - report.started)
     return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
 
 

@@ -10,8 +10,9 @@ from typing import Literal
 from pydantic import BaseModel, JsonValue
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import Verdict, diagnose, node_reports
+from launcher.runs.diagnosis import Verdict, diagnose
 from litgpt_demo.errors import FailureClass
+from litgpt_demo.runs import node_reports
 from litgpt_demo.storage import open_storage
 
 CASES = Path(__file__).with_name("cases.jsonl")

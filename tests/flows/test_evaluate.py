@@ -18,10 +18,10 @@ from flows.evaluate import evaluate
 from launcher.checks.plan import plan_of
 from launcher.config import RunConfig, overridden, validated
 from launcher.errors import ConfigProblem
-from launcher.evaluation import evaluations
 from launcher.events import Event, Listener, Note, StepDone
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.documents import read_manifest
+from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.training.checkpoints import committed
 from tasks.evaluation import CheckpointScores
 

@@ -24,13 +24,13 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig, read_yaml
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
-from launcher.evaluation import Evaluation, Score, place_of
 from launcher.runs.attempts import CancelWatch, claim_at
 from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run
 from launcher.runs.search import Search
 from litgpt_demo.documents import sealed, write_manifest
 from litgpt_demo.export import FinalManifest
+from litgpt_demo.export.evaluation import Evaluation, Score, place_of
 from litgpt_demo.metrics import METRICS_MARK, to_log_line
 from litgpt_demo.runs import FINAL, METRICS
 
@@ -190,7 +190,7 @@ def test_a_resumed_trial_is_judged_by_its_newest_evaluation(swept: Swept, tmp_pa
 def test_a_resumed_sweep_cancels_the_live_job_of_a_pruned_trial(
     swept: Swept, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The sweep was killed when it had marked the trial, and not cancelled its job yet."""
+    """The sweep was killed when it had to_log_line the trial, and not cancelled its job yet."""
     monkeypatch.setattr(module, "attempt_times", lambda *_: [])
 
     async def train(**groups: Any) -> Any:

@@ -10,8 +10,6 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
-from launcher import evaluation as scoring
-from launcher.evaluation import Evaluation, evaluations, place_of, read_evaluation
 from launcher.events import Event, Listener, Note, StepProgress
 from launcher.runs.lease import FolderLease
 from litgpt_demo.config import EvaluationConfig
@@ -19,6 +17,8 @@ from litgpt_demo.data.hub import can_reach_hub
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import EXIT_CODES, FailureClass, TrainLitgptError, UserError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof, exported
+from litgpt_demo.export import evaluation as scoring
+from litgpt_demo.export.evaluation import Evaluation, evaluations, place_of, read_evaluation
 from litgpt_demo.storage import Storage, open_storage
 from tasks.evaluation import _alone, _evaluated, evaluate
 from tasks.processes import Child
@@ -136,8 +136,8 @@ def test_scorer_exits_with_the_class_of_its_error(
         raise error
 
     lines = SimpleNamespace(get=lambda: ASKED.model_dump_json())
-    monkeypatch.setattr("launcher.evaluation.follow_parent", lambda: lines)
-    monkeypatch.setattr("launcher.evaluation.evaluate", fail)
+    monkeypatch.setattr("litgpt_demo.export.evaluation.follow_parent", lambda: lines)
+    monkeypatch.setattr("litgpt_demo.export.evaluation.evaluate", fail)
     assert scoring.main(["run"]) == EXIT_CODES[fault]
     assert capsys.readouterr().out.splitlines()[-1] == last
 

@@ -18,11 +18,12 @@ from datetime import UTC, datetime
 from pydantic import NonNegativeInt, TypeAdapter
 
 from launcher.errors import LauncherError
+from launcher.formatting import terminal_text
 from launcher.job import LogLine, LogPage
 from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
 from launcher.platforms.kubernetes.render import NODE
 from launcher.platforms.kubernetes.states import JobName, began, ended, index_of, restart_of, uid_of
-from launcher.platforms.log_files import PAGE, terminal_text
+from launcher.platforms.log_files import PAGE
 
 FOLLOWED = 32
 """Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from launcher.environment import Entry, as_rows, combined
 from launcher.errors import PlatformRefused, PlatformUnreachable, rival
-from launcher.job import ExitCode, Job, JobId, JobState, JobStatus, LogPage, Moment, NodeNumber, Submission
+from launcher.job import Job, JobId, JobState, JobStatus, LogPage, Moment, Submission
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, LOCK, MASTER, RESULT, SUBMISSION, SUPERVISOR
 from launcher.platforms.log_files import page_of
@@ -27,6 +27,7 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import Finding
 from litgpt_demo.node.agent import kill_by_env_marker, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
+from litgpt_demo.runs import ExitCode, NodeNumber
 from litgpt_demo.storage import is_remote, open_storage
 from litgpt_demo.storage.local import explaining, reserve, write_whole
 from litgpt_demo.storage.private import make_private

@@ -15,12 +15,11 @@ from launcher import errors
 from launcher.environment import as_rows
 from launcher.errors import PlatformRefused, PlatformUnreachable, finding_of
 from launcher.job import UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.log_files import page_of
+from launcher.platforms.log_files import exit_codes, page_of
 from launcher.platforms.runai.cli import Cli
 from launcher.platforms.runai.render import WorkloadReference, workload
 from launcher.platforms.runai.rest import Rest
 from launcher.platforms.runai.settings import RunaiPlatformConfig
-from launcher.runs.diagnosis import exit_codes
 from litgpt_demo.errors import Finding
 from litgpt_demo.storage import is_remote, open_storage
 

@@ -28,10 +28,9 @@ from launcher.errors import (
     rival,
 )
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
-from launcher.platforms.log_files import page_of
+from launcher.platforms.log_files import exit_codes, page_of
 from launcher.platforms.slurm.render import FAILED, SlurmJob, render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
-from launcher.runs.diagnosis import exit_codes
 from litgpt_demo import timeouts
 from litgpt_demo.config import Settings
 from litgpt_demo.documents import parse_json

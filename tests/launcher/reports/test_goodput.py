@@ -7,9 +7,8 @@ import pytest
 
 from launcher.job import JobId, JobState
 from launcher.reports.goodput import AttemptTimes, Ledger, Part, ledger
-from launcher.runs.diagnosis import NodeReport
 from launcher.runs.index import AttemptEnd, AttemptRecord
-from litgpt_demo.runs import RecordedPrice
+from litgpt_demo.runs import NodeReport, RecordedPrice
 
 PRICE = RecordedPrice(machine="a3-highgpu-8g", usd=36.0, region="us-central1", date="2026-01-01")
 DAY = 1_000_000.0

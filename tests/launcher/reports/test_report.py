@@ -14,6 +14,7 @@ from rich.console import Console
 from cli.foreground import Watch
 from launcher.config import RunConfig
 from launcher.events import MetricsRow, report
+from launcher.formatting import readable
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports.goodput import AttemptTimes, ledger
@@ -21,7 +22,6 @@ from launcher.reports.report import RunReport, figures, html, live_markdown, mar
 from launcher.runs.diagnosis import Verdict
 from launcher.runs.index import AttemptRecord
 from launcher.runs.run import trained_seconds
-from launcher.runs.waiting import readable
 from litgpt_demo.data.dataset import DatasetManifest, Split
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import FailureClass

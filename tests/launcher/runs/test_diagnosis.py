@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import Action, NodeReport, Verdict, diagnose, node_reports
+from launcher.runs.diagnosis import Action, Verdict, diagnose
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import EXIT_CODES, JOB_FAILURE_CLASSES, FailureClass
+from litgpt_demo.runs import NodeReport, node_reports
 from litgpt_demo.storage import open_storage
 
 LOST_PEER = "RuntimeError: Connection closed by peer"

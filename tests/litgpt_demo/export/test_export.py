@@ -59,7 +59,8 @@ def test_nothing_is_published_before_the_job_ends_and_the_card_tells_what_it_cos
     attempts = finished_copy / "attempts"
 
     def report(name: str, *, hours: float) -> None:
-        (attempts / name).write_text(json.dumps({"node": 0, "started": 1e9, "ended": 1e9 + 3600 * hours}))
+        times = {"started": 1e9, "ended": 1e9 + 3600 * hours}
+        (attempts / name).write_text(json.dumps({"node": 0, "exit_code": 0, "fault": None, "message": "", **times}))
 
     def the_job_ends() -> None:
         assert list(finished_copy.glob(".scratch/collect/final/litgpt/lit_model.pth")), "models are proved meanwhile"

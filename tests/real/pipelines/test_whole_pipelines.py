@@ -23,14 +23,13 @@ from launcher.errors import JobFailed, LauncherError
 from launcher.events import Event, Listener, MetricsRow
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.reports.goodput import Part, ledger
+from launcher.reports.goodput import Part, attempt_times, ledger
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed
-from tasks.report import attempt_times
 
 pytestmark = pytest.mark.prefect
 

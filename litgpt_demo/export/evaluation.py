@@ -231,8 +231,10 @@ def _empty_choice(tasks: Mapping[str, Any]) -> UserError | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m launcher.evaluation ADDRESS [STEP]`: what to ask of that run, or its checkpoint, comes on stdin, as a
-    config's `evaluation` in one line. The last line that is printed says why it failed."""
+    """Run `python -m litgpt_demo.export.evaluation ADDRESS [STEP]`: score that run's model, or its checkpoint.
+
+    A config's `evaluation` comes on stdin, as one line of JSON. After a failure the last line printed is the reason.
+    """
     lines = follow_parent()
     try:
         evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(lines.get()), *map(int, argv[1:]))
