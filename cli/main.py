@@ -31,7 +31,15 @@ from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
 from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.checks.preflight import check_evaluation
-from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, overrides_of, read_profile, validated
+from launcher.config import (
+    RunConfig,
+    ScriptConfig,
+    SweepConfig,
+    config_document,
+    overrides_of,
+    read_platform_file,
+    validated,
+)
 from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
@@ -165,7 +173,7 @@ def read_config(
 ) -> AnyKind:
     """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training. Of another
     `kind` that is asked for, sections that such a config has not are left out."""
-    document = config_document(path, assignments or [], profile=profile)
+    document = config_document(path, assignments or [], platform_file=profile)
     if kind is None:
         kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
         kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
@@ -362,7 +370,7 @@ def submit(
     _quiet_prefect()
     from flows.parameters import deployments_there, submit_deployment
     from flows.server import server_address, server_problems
-    from launcher.config import read_yaml
+    from launcher.yaml_files import read_yaml
 
     if deployment is None:
         if server_address() is None:
@@ -374,7 +382,7 @@ def submit(
         _print_table(_answer([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)]))
         return
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
-    sections = {} if profile is None else read_profile(profile)
+    sections = {} if profile is None else read_platform_file(profile)
     with server_problems():
         _submitted(*submit_deployment(deployment, changes, profile=sections))
 

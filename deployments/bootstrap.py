@@ -293,7 +293,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
     from flows.parameters import KINDS, parameters_with
 
     profile = None if platform is None else CONFIGS / platform
-    whole = parameters_with(flow, config_document(CONFIGS / config, profile=profile), {})
+    whole = parameters_with(flow, config_document(CONFIGS / config, platform_file=profile), {})
     changes: dict[str, Any] = {"name": "first-try"}
     if "train" in whole:
         changes |= {"data.corpus": {"kind": "stdlib"}, "data.validation_fraction": 0.01}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cache, reduce
@@ -22,6 +20,7 @@ from launcher.errors import ConfigProblem
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings, settings_classes
 from launcher.platforms.settings import PlatformSettings
+from launcher.yaml_files import load_yaml, read_yaml
 from litgpt_demo.config import (
     Count,
     DataConfig,
@@ -363,56 +362,43 @@ def _as_validated(base: Mapping[str, Any], setting: str, value: JsonValue) -> Js
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
 
-_LARGEST = 1_000_000
-"""Bytes of a config, and values in one once its aliases are written out; the largest of ours has 3,000 and 60."""
+PLATFORM_FILE_SECTIONS = ("platform", "root", "image")
+"""The sections of a platform file: they say where a config runs, and change nothing in what it computes."""
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; a ConfigProblem where there is none."""
-    try:
-        with path.open("rb") as file:  # which may be a pipe, and have no size
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise ConfigProblem(f"{path} has more than {_LARGEST:,} bytes, which no config has; give one")
-        document = load_yaml(content.decode())
-    except FileNotFoundError as error:
-        where = "deployments/configs, platform files in deployments/configs/profiles"
-        raise ConfigProblem(f"{path} does not exist; shipped configs are in {where}") from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigProblem(f"{path} holds no settings; write `name: …`, `train: …` and so on")
+def config_document(
+    path: Path, assignments: Sequence[str] = (), *, platform_file: Path | None = None
+) -> dict[str, Any]:
+    """Return the settings of a config file, with the sections of a platform file and then dotted overrides applied."""
+    document = read_yaml(path)
+    if platform_file is not None:
+        document |= read_platform_file(platform_file)
+    document = overridden(document, overrides_of(assignments))
+    if "platform" in document and document.keys() <= set(PLATFORM_FILE_SECTIONS):
+        problem = f"{path} is a platform file: it has only {', '.join(document)}, which say where a config runs"
+        raise ConfigProblem(f"{problem}; give a config, and behind it --platform {path}")
     return document
 
 
-PROFILE = ("platform", "root", "image")
-"""The sections of a profile: they say where a config runs, and change nothing in what it computes."""
+def read_platform_file(path: Path) -> dict[str, Any]:
+    """Return the sections of a platform file, each of which replaces a whole section of a config.
 
-
-def config_document(path: Path, assignments: Sequence[str] = (), *, profile: Path | None = None) -> dict[str, Any]:
-    """The mapping that a config file means: the file, then the sections of a profile, then dotted overrides."""
-    sections = {} if profile is None else read_profile(profile)
-    document = overridden({**read_yaml(path), **sections}, overrides_of(assignments))
-    if "platform" in document and document.keys() <= set(PROFILE):
-        what = f"{path} has {', '.join(document)} alone, as a profile, which only says where a config runs"
-        raise ConfigProblem(f"{what}; give a config, and behind it --platform {path}")
-    return document
-
-
-def read_profile(path: Path) -> dict[str, Any]:
-    """The sections of a profile, each of which takes the place of a config's whole section. A ConfigProblem where it
-    says more than where a config runs, or not even that."""
+    Raises:
+        ConfigProblem: it has other sections, or lacks `platform`.
+    """
     sections = read_yaml(path)
-    if others := [str(name) for name in sections if name not in PROFILE]:
-        what = f"{path} is given as a profile and has {', '.join(others)}: a profile has {', '.join(PROFILE)} alone"
-        raise ConfigProblem(f"{what}; take the others out, or give the file as the config")
+    unknown = [str(name) for name in sections if name not in PLATFORM_FILE_SECTIONS]
+    if unknown:
+        allowed = f"a platform file has only {', '.join(PLATFORM_FILE_SECTIONS)}"
+        problem = f"{path} is given as a platform file, but has {', '.join(unknown)}: {allowed}"
+        raise ConfigProblem(f"{problem}; remove {', '.join(unknown)}, or give the file as the config")
     if "platform" not in sections:
-        raise ConfigProblem(f"{path} is given as a profile and has no platform section; say there where to run")
+        raise ConfigProblem(f"{path} is given as a platform file, but has no platform section; add one")
     return sections
 
 
 def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
-    """`["train.learning_rate=3e-4"]` as dotted name to value; values are YAML."""
+    """Return `["train.learning_rate=3e-4"]` as dotted name to value; values are YAML."""
     values = {}
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
@@ -427,30 +413,34 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`document` with each dotted name set to its value, as `merged` has it."""
+    """Return `document` with each dotted name set to its value by `deep_merge`."""
     result = dict(document)
     for name, changes in overrides.items():
         for part in reversed(name.split(".")):
             changes = {part: changes}
-        result = merged(result, changes, name=name)
+        result = deep_merge(result, changes, name=name)
     return result
 
 
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any], *, name: str = "", above: str = "") -> dict[str, Any]:
-    """Deep merge: what `changes` says wins, section by section; everything else is replaced.
+def deep_merge(
+    base: Mapping[str, Any], changes: Mapping[str, Any], *, name: str = "", above: str = ""
+) -> dict[str, Any]:
+    """Return `base` with `changes`, merged section by section; values that are not sections are replaced.
 
-    A mapping whose names are the user's own, as `sweep.grid`, is replaced unless the dotted `name` leads into it. An
-    empty mapping empties what was there. Another `kind` drops what belonged to the old branch of a union.
+    A mapping with names of the user's own, as `sweep.grid`, is replaced unless the dotted `name` leads into it. An
+    empty mapping empties the old one. Another `kind` drops the settings of the old branch of a union.
     """
     result = dict(base)
-    for part, new in changes.items():
-        dotted, old = f"{above}{part}", result.get(part)
-        below = old if isinstance(old, Mapping) else {}
+    for part, value in changes.items():
+        dotted = f"{above}{part}"
+        section = result.get(part)
+        if not isinstance(section, Mapping):
+            section = {}
         is_replaced = dotted in _mappings() and not name.startswith(f"{dotted}.")
-        deeper = isinstance(new, Mapping) and bool(new) and not is_replaced
-        if deeper and (kind := new.get("kind")) is not None:
-            deeper = below.get("kind", kind) == kind
-        result[part] = merged(below, new, name=name, above=f"{dotted}.") if deeper else new
+        is_merged = isinstance(value, Mapping) and bool(value) and not is_replaced
+        if is_merged and value.get("kind") is not None:
+            is_merged = section.get("kind", value["kind"]) == value["kind"]
+        result[part] = deep_merge(section, value, name=name, above=f"{dotted}.") if is_merged else value
     return result
 
 
@@ -459,82 +449,97 @@ def _mappings() -> frozenset[str]:
     """Return the dotted names of the settings that are mappings with names of the user's own."""
     found = set[str]()
 
-    def look(annotation: Any, name: str) -> None:
+    def visit(annotation: Any, name: str) -> None:
         if get_origin(annotation) is dict:
             found.add(name)
-        for below, field in _fields_of(annotation).items():
-            look(field.annotation, f"{name}.{below}".lstrip("."))
+        for setting, field in _fields_of(annotation).items():
+            visit(field.annotation, f"{name}.{setting}".lstrip("."))
         for branch in get_args(annotation):
-            look(branch, name)
+            visit(branch, name)
 
     for kind in (RunConfig, ScriptConfig, SweepConfig):
-        look(kind, "")
+        visit(kind, "")
     return frozenset(found)
 
 
 def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str) -> AnyConfig:
-    """`document` as settings; a ConfigProblem has every problem at once, each under its dotted name."""
+    """Return `document` as settings.
+
+    Raises:
+        ConfigProblem: it has every problem at once, each under its dotted name.
+    """
     try:
         return kind.model_validate(document)
     except ValidationError as error:
         lines = [f"{where} cannot be used:"]
         for problem in error.errors(include_url=False):
-            tag = ["kind"] if problem["type"] in {"union_tag_invalid", "union_tag_not_found"} else []
-            name = ".".join(_names(problem["loc"], document) + tag)
+            names = _written_names(problem["loc"], document)
+            if problem["type"] in {"union_tag_invalid", "union_tag_not_found"}:
+                names.append("kind")
             message = _message(problem, kind)
-            lines.append(f"  {name}: {message}" if name else f"  {message}")
+            lines.append(f"  {'.'.join(names)}: {message}" if names else f"  {message}")
         raise ConfigProblem("\n".join(lines)) from error
 
 
-# A problem's place without the branches of unions, which pydantic names and the user did not write.
-def _names(location: Sequence[str | int], document: Any) -> list[str]:
-    names, here = [], document
+def _written_names(location: Sequence[str | int], document: Any) -> list[str]:
+    """Return a problem's location without the branches of unions, which pydantic names and the user did not write."""
+    names, value = [], document
     for index, part in enumerate(location, start=1):
-        given = not isinstance(here, Mapping) or part in here
-        # Without a `kind`, what is not given is a branch too, unless it is the last part: a setting that is missing.
-        if not given and (part == here.get("kind") or ("kind" not in here and index < len(location))):
-            continue
+        if isinstance(value, Mapping) and part not in value:
+            is_last = index == len(location)
+            # Without a `kind`, a part that is not in the document is a branch, unless it is a missing setting.
+            if part == value.get("kind") or ("kind" not in value and not is_last):
+                continue
         names.append(str(part))
         try:
-            here = here[part]
+            value = value[part]
         except (KeyError, IndexError, TypeError):
-            here = None
+            value = None
     return names
 
 
 def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
-    given = problem["input"]
-    words = problem["msg"].replace("Tuple", "List").replace("valid tuple", f"list, as [{given}]")
+    value, text = problem["input"], problem["msg"]
     match problem["type"]:
         case "value_error":
-            return words.removeprefix("Value error, ")
+            return text.removeprefix("Value error, ")
         case "extra_forbidden":
             *section, name = problem["loc"]
-            there = _settings_in(kind, section)
-            sections = {} if section else {one: field.annotation for one, field in kind.model_fields.items()}
-            kinds = [(one, part) for one, whole in sections.items() for part in (whole, *get_args(whole))]
-            known = {inner: f"{one}.{inner}" for one, part in kinds for inner in _fields_of(part)}
-            known |= dict(zip(there, there, strict=True))
-            near = difflib.get_close_matches(str(name), known, n=1 if name in known else 2)
-            near = [known[one] for one in near]
-            hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(there)}"
-            return f"there is no such setting; {hint}"
+            return _unknown_setting(kind, section, str(name))
         case "missing":
-            return "is not given, and has no default"
+            return "is required, but not given"
         case "union_tag_not_found":
-            return "is not given; it says which kind of settings these are"
+            return "is required, but not given; it says which kind of settings these are"
         case "union_tag_invalid":
-            return f"{problem['ctx']['tag']!r} given; there are {problem['ctx']['expected_tags']}"
-        case "string_type" if isinstance(given, bool | date):  # how somebody wrote it nobody knows any more
-            return f"{given} given, which YAML reads from several spellings; quote it, as '{given}'"
+            return f"{problem['ctx']['tag']!r} is unknown; choose one of {problem['ctx']['expected_tags']}"
+        case "string_type" if isinstance(value, bool | date):  # YAML no longer knows how it was written
+            return f"{value} given, which YAML reads from several spellings; quote it, as '{value}'"
         case "model_type" | "model_attributes_type":
-            return f"{given!r} given; settings belong here, as `setting: value`, or leave the whole section out"
+            return f"{value!r} given; settings belong here, as `setting: value`, or leave the whole section out"
         case "string_pattern_mismatch" if problem["ctx"]["pattern"] == NAME_PATTERN:
-            words = "a name has lower-case letters, digits and dashes, 32 at most, and begins with a letter"
-    return f"{given!r} given; {words[0].lower()}{words[1:]}"
+            text = "a name has lower-case letters, digits and dashes, 32 at most, and begins with a letter"
+    text = text.replace("Tuple", "List").replace("valid tuple", f"list, as [{value}]")
+    return f"{value!r} given; {text[0].lower()}{text[1:]}"
+
+
+def _unknown_setting(kind: type[Settings], section: Sequence[str | int], name: str) -> str:
+    """Return the message for a setting that a section lacks, with the nearest settings of it. At the top they may also
+    be settings of a section."""
+    siblings = _settings_in(kind, section)
+    candidates = {}
+    if not section:
+        for top, field in kind.model_fields.items():
+            for part in (field.annotation, *get_args(field.annotation)):
+                candidates |= {setting: f"{top}.{setting}" for setting in _fields_of(part)}
+    candidates |= {setting: setting for setting in siblings}
+    near = difflib.get_close_matches(name, candidates, n=1 if name in candidates else 2)
+    if near:
+        return f"unknown setting; did you mean {' or '.join(candidates[setting] for setting in near)}?"
+    return f"unknown setting; choose one of {', '.join(siblings)}"
 
 
 def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str]:
+    """Return the settings of a section; its location has the kind of each union's branch, as pydantic names it."""
     branches = [kind]
     for part in section:
         kinds = {branch: branch.model_fields.get("kind") for branch in branches}
@@ -543,102 +548,11 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
             branches = chosen
             continue
         annotation = _fields_of(branches[0])[str(part)].annotation
-        branches = [option for option in get_args(annotation) or (annotation,) if issubclass(option, Settings)]
+        options = get_args(annotation) or (annotation,)
+        branches = [option for option in options if issubclass(option, Settings)]
     return list(_fields_of(branches[0]))
 
 
 def _fields_of(kind: Any) -> dict[str, FieldInfo]:
-    """The settings of a section by the names that they are written by; a plain type has none."""
+    """Return the settings of a section by the names that users write; a plain type has none."""
     return {field.alias or name: field for name, field in getattr(kind, "model_fields", {}).items()}
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML has it, but for two readings of numbers that YAML 1.2 has dropped: 010 is ten and not eight,
-    and 8:00 is a text, which a duration reads as hours and minutes, and not 480."""
-
-    def number(self, node: yaml.ScalarNode) -> float | str:
-        text = node.value.replace("_", "")
-        if ":" in text:
-            return str(node.value)
-        if node.tag == _FLOAT:
-            return float(self.construct_yaml_float(node))
-        return int(text, 0 if re.match(r"[-+]?0[xb]", text) else 10)
-
-
-_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-for _tag in (_INT, _FLOAT):
-    _Loader.add_constructor(_tag, _Loader.number)
-
-# What people slip on, by PyYAML's words for it.
-_SLIPS = {
-    "'\\t'": "has a tab, and YAML wants spaces",
-    "mapping values are not allowed": "is no setting where it stands: it or the line above it is indented wrongly or "
-    "lacks a colon with a space behind it, or a value with a colon needs quotes",
-    "expected <block end>": "is not below the settings of its section; put them below one another",
-}
-
-# What looks like a space and is none for YAML: web pages and word processors put U+00A0 where one was typed.
-_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
-
-
-def load_yaml(text: str) -> Any:
-    """Return the value that a YAML text stands for, None for an empty one; a yaml.YAMLError where there is none, or a
-    mapping has a key twice, of which PyYAML takes the last."""
-    loader = _Loader(text)
-    try:
-        root = loader.get_single_node()
-        if root is None:
-            return None
-        twice: list[str] = []
-        # A few lines of aliases can stand for what fills all memory.
-        if (count := _look_over(root, {}, twice)) > _LARGEST:
-            raise yaml.YAMLError(f"it stands for {count:,} values, which no config has; write aliases out")
-        if twice:
-            raise yaml.YAMLError("; ".join(twice) + ": keep one of them")
-        return loader.construct_document(root)
-    except RecursionError:
-        raise yaml.YAMLError("its lists or mappings are nested too deep") from None
-    except ValueError as error:  # a date or a number that is none
-        raise yaml.YAMLError(str(error)) from error
-    except yaml.MarkedYAMLError as error:
-        # YAML itself allows a mark of the byte order in front.
-        if odd := _ODD_BLANK.search(text, text.startswith("\ufeff")):
-            hint = _odd_blank(odd[0], text.count("\n", 0, odd.start()))
-            raise yaml.YAMLError(f"{error}; {hint}") from error
-        slips, mark = (slip for words, slip in _SLIPS.items() if words in str(error.problem)), error.problem_mark
-        if mark is not None and (slip := next(slips, "")):
-            raise yaml.YAMLError(f"line {mark.line + 1} {slip}:\n{mark.get_snippet()}") from error
-        raise
-    finally:
-        loader.dispose()
-
-
-def _odd_blank(character: str, before: int) -> str:
-    name = unicodedata.name(character, "a blank").lower()
-    code = f"line {before + 1} has U+{ord(character):04X} ({name})"
-    return f"{code}, which is no space for YAML; type a space instead, or quote the value"
-
-
-def _look_over(node: yaml.Node, known: dict[int, int], twice: list[str]) -> int:
-    """Return the number of values that a node stands for once its aliases are written out, and add to `twice` where a
-    mapping has a key that it has already. An anchored node is looked at once."""
-    if id(node) in known:
-        return known[id(node)]
-    known[id(node)] = 0  # for an alias within what it stands for, which the settings refuse
-    parts: list[yaml.Node] = []
-    if isinstance(node, yaml.SequenceNode):
-        parts = node.value
-    elif isinstance(node, yaml.MappingNode):
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            parts += [key, value]
-            # `<<` is no key: several of them merge several mappings.
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                line = key.start_mark.line + 1
-                if before := lines.get((key.tag, key.value)):
-                    twice.append(f"{key.value} is given in line {before} and again in line {line}")
-                lines[key.tag, key.value] = line
-    elif isinstance(node, yaml.ScalarNode) and not node.style and (odd := _ODD_BLANK.search(node.value)):
-        raise yaml.YAMLError(_odd_blank(odd[0], node.start_mark.line))
-    known[id(node)] = 1 + sum(_look_over(part, known, twice) for part in parts)
-    return known[id(node)]

@@ -1,10 +1,10 @@
-"""Every environment variable of a pod, with where it comes from and why. Two that disagree are refused."""
+"""Every environment variable of a node, with its origin and reason. Two that disagree are refused."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,10 +35,10 @@ class Entry:
     secret: str | None = None
     """The entry of a secret that the value is read from, as `name/key`."""
     expands: bool = False
-    """`$(NAME)` in the value stands for another variable, which has to come before; otherwise it is taken literally."""
+    """`$(NAME)` in the value stands for another variable, which must come before; otherwise the value is literal."""
 
     def as_object(self) -> dict[str, Any]:
-        """The entry as a container's `env` has it."""
+        """Return the entry as an item of a container's `env`."""
         if self.field is not None:
             return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": self.field}}}
         if self.secret is not None:
@@ -48,7 +48,7 @@ class Entry:
 
 
 def literal(text: str) -> str:
-    """`text` as it has to be written in a command or value: Kubernetes takes `$$` for `$`, and expands `$(NAME)`."""
+    """Return `text` escaped for a command or value: Kubernetes reads `$$` as `$`, and expands `$(NAME)`."""
     return text.replace("$", "$$")
 
 
@@ -56,21 +56,29 @@ def node_environment(
     job: Job, settings: Any, network: Network, more: Sequence[Entry] = (), *, before: Sequence[Entry] = (),
     named: bool = True, **own: Any,
 ) -> list[Entry]:  # fmt: skip
-    """The variables of a node in a container: the platform's, and between them what it has to know of its network.
+    """Return the variables of a node in a container: the platform's, with the node's NodeNetwork among them.
 
-    `own` are fields of its NodeNetwork that not all platforms set alike; the name of a network may go without saying.
+    `own` are the NodeNetwork fields that differ per platform. `named=False` leaves the network's name out.
     """
-    alike = {
+    # Variables of the user and of the job win over the network's scripts, which the node sources afterwards.
+    overrides = dict(settings.overrides)
+    if network.scripted:
+        overrides = {**job.env, **overrides}
+    # Plain TCP has no bandwidth that a test could compare with.
+    is_tested = job.nodes > 1 and network.node.nccl_net is not None
+    common = {
         "gpus": settings.node_gpus,
-        "environment": {one.name: one.value for one in network.environment if one.after and network.node.scripts},
-        # What the user and the job set has to win over the scripts, which the node sources later than the pod sets
-        # anything.
-        "overrides": {**job.env, **settings.overrides} if network.scripted else dict(settings.overrides),
-        # Plain TCP has no figure that it could be held to.
-        "gate_seconds": settings.gate if job.nodes > 1 and network.node.nccl_net is not None else 0,
+        "environment": {
+            variable.name: variable.value for variable in network.environment if variable.after and network.node.scripts
+        },
+        "overrides": overrides,
+        "gate_seconds": settings.gate if is_tested else 0,
     }
-    told = network.node.model_copy(update={**alike, **own}).model_dump(mode="json", exclude_defaults=True)
-    text = json.dumps({"name": network.node.name, **told} if named else told, separators=(",", ":"))
+    node = network.node.model_copy(update={**common, **own})
+    fields = node.model_dump(mode="json", exclude_defaults=True)
+    if named:
+        fields = {"name": network.node.name, **fields}
+    text = json.dumps(fields, separators=(",", ":"))
     rows = [
         *before,
         Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
@@ -83,48 +91,71 @@ def node_environment(
 def combined(
     platform: Iterable[Entry], job: Mapping[str, str], overrides: Mapping[str, str], network: Network | None
 ) -> list[Entry]:
-    """All variables of the node's container; those of scripts are last, and only to be told.
+    """Return all variables of the node's container. Variables that scripts set come last: people see them, but they
+    are not sent.
 
-    What the user overrides replaces the profile's. What the job sets must agree with all others, because a program
-    that asks for another transport than its network's would be slow and not say so; a ConfigProblem names every clash.
+    The user's overrides replace the profile's variables. The job's variables must agree with all others, because a
+    program that chooses another transport than its network's would be slow without a message.
+
+    Raises:
+        ConfigProblem: names every variable that is set twice, and every name that a variable cannot have.
     """
-
-    def named(variables: Sequence[Variable], origin: Origin) -> dict[str, Entry]:
-        rows = [(one.name, one.value, "; ".join(filter(None, (one.why, one.source)))) for one in variables]
-        return {name: Entry(name=name, value=value, origin=origin, why=why) for name, value, why in rows}
-
-    mine = {one.name: one for one in platform}
-    profile = named(network.environment, "profile") if network else {}
-    by_script = named(network.scripted, "script") if network else {}
-    users = {}
+    by_platform = {entry.name: entry for entry in platform}
+    by_profile: dict[str, Entry] = {}
+    by_script: dict[str, Entry] = {}
+    if network is not None:
+        by_profile = {variable.name: _network_entry(variable, "profile") for variable in network.environment}
+        by_script = {variable.name: _network_entry(variable, "script") for variable in network.scripted}
+    by_user = {}
     for name, value in overrides.items():
-        replaced = profile.get(name) or by_script.get(name)
-        why = f"platform.overrides, instead of {replaced.value}" if replaced else "platform.overrides"
-        users[name] = Entry(name=name, value=value, origin="user", why=why)
-    wrong = [name for name in {**overrides, **job} if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-    problems = [f"{name!r} cannot be an environment variable; use letters, digits and underscores" for name in wrong]
+        why = "platform.overrides"
+        if replaced := by_profile.get(name) or by_script.get(name):
+            why += f", instead of {replaced.value}"
+        by_user[name] = Entry(name=name, value=value, origin="user", why=why)
+    by_job = {name: Entry(name=name, value=value, origin="job", why="env of the job") for name, value in job.items()}
+    problems = [
+        f"{name!r} cannot be an environment variable; use letters, digits and underscores"
+        for name in {**overrides, **job}
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+    ]
     problems += [
         f"platform.overrides sets {name}, which the launcher sets itself; leave it out"
-        for name in sorted(mine.keys() & users.keys())
+        for name in sorted(by_platform.keys() & by_user.keys())
     ]
-    known = {**by_script, **profile, **users, **mine}
-    for name in sorted(job.keys() & known.keys()):
-        other = known[name]
-        if other.field is None and other.value == job[name]:
-            continue
-        where, fix = _SETTERS[other.origin], "leave it out of env"
-        if other.origin in {"profile", "script"}:
-            fix = "if that is meant, set it in platform.overrides instead"
-        problems.append(f"env sets {name}={job[name]}, and {where} sets {name}={other.value or other.field}; {fix}")
+    problems += _conflicts(by_job, {**by_script, **by_profile, **by_user, **by_platform})
     if problems:
         raise ConfigProblem("\n".join(problems))
-    own = {name: Entry(name=name, value=value, origin="job", why="env of the job") for name, value in job.items()}
-    sent = {**mine, **profile, **users}
-    told = [entry for name, entry in by_script.items() if name not in users]
-    return [*sent.values(), *(entry for name, entry in own.items() if name not in sent), *told]
+    sent = {**by_platform, **by_profile, **by_user}
+    added_by_job = [entry for name, entry in by_job.items() if name not in sent]
+    only_listed = [entry for name, entry in by_script.items() if name not in by_user]
+    return [*sent.values(), *added_by_job, *only_listed]
+
+
+def _network_entry(variable: Variable, origin: Origin) -> Entry:
+    why = "; ".join(filter(None, (variable.why, variable.source)))
+    return Entry(name=variable.name, value=variable.value, origin=origin, why=why)
+
+
+def _conflicts(by_job: Mapping[str, Entry], others: Mapping[str, Entry]) -> Iterator[str]:
+    for name in sorted(by_job.keys() & others.keys()):
+        entry, value = others[name], by_job[name].value
+        if entry.field is None and entry.value == value:
+            continue
+        fix = "leave it out of env"
+        if entry.origin in {"profile", "script"}:
+            fix = "if that is meant, set it in platform.overrides instead"
+        setter = _SETTERS[entry.origin]
+        yield f"env sets {name}={value}, and {setter} sets {name}={entry.value or entry.field}; {fix}"
 
 
 def as_rows(entries: Iterable[Entry]) -> tuple[dict[str, str], ...]:
-    """The variables as a table, for people."""
-    rows = [(one.name, f"({one.field})" if one.field else one.value, one.origin, one.why) for one in entries]
-    return tuple(dict(zip(("variable", "value", "from", "why"), row, strict=True)) for row in rows)
+    """Return the variables as a table, for people."""
+    return tuple(
+        {
+            "variable": entry.name,
+            "value": f"({entry.field})" if entry.field else entry.value,
+            "from": entry.origin,
+            "why": entry.why,
+        }
+        for entry in entries
+    )

@@ -521,5 +521,5 @@ def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:
     moved = parameters_with("train-litgpt", deployed, {"platform.processes": 2}, profile=profile)
     assert (moved["root"], moved["platform"]["grace"], moved["platform"]["processes"]) == ("there", 7, 2)
     assert moved["train"]["seed"] == 7
-    with pytest.raises(ConfigProblem, match=r"train\.lerning_rate: there is no such setting"):
+    with pytest.raises(ConfigProblem, match=r"train\.lerning_rate: unknown setting"):
         parameters_with("train-litgpt", deployed, {"train.lerning_rate": 1})

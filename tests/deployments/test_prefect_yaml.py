@@ -23,7 +23,8 @@ from pydantic import BaseModel
 from deployments.bootstrap import AUTOMATIONS_FILE, CHECKOUT, CONFIGS, PREFECT_FILE, settings
 from flows.parameters import KINDS, MAX_RESUMES
 from flows.reconciling import ORPHANED
-from launcher.config import overrides_of, read_yaml, validated
+from launcher.config import overrides_of, validated
+from launcher.yaml_files import read_yaml
 from litgpt_demo.config import EvaluationConfig
 
 

@@ -22,12 +22,13 @@ from waiting import until
 from flows import sweep_litgpt as module
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import PLANNED
-from launcher.config import RunConfig, SweepConfig, read_yaml
+from launcher.config import RunConfig, SweepConfig
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
 from launcher.runs.attempts import CancelWatch, claim_at
 from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run
 from launcher.runs.search import Search
+from launcher.yaml_files import read_yaml
 from litgpt_demo.documents import sealed, write_manifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.evaluation import Evaluation, Score, place_of

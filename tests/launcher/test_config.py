@@ -15,14 +15,13 @@ from launcher.config import (
     ScriptConfig,
     SweepSettings,
     config_document,
-    load_yaml,
-    merged,
+    deep_merge,
     overridden,
     overrides_of,
-    read_yaml,
     validated,
 )
 from launcher.errors import ConfigProblem
+from launcher.yaml_files import load_yaml, read_yaml
 from litgpt_demo.config import FileCorpus
 
 NAMES = st.sampled_from(["name", "train", "data", "corpus", "max_steps"])
@@ -45,7 +44,7 @@ def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
     document: dict[str, Any], path: list[str], first: Any, last: Any
 ) -> None:
     name = ".".join(path)
-    assert overridden(document, {}) == merged(document, {}) == merged(document, document) == document
+    assert overridden(document, {}) == deep_merge(document, {}) == deep_merge(document, document) == document
     spoken = overridden(overridden(document, {name: first}), {name: last})
     assert reduce(getitem, path, spoken) == last
     assert spoken == overridden(document, {name: last})
@@ -138,8 +137,8 @@ def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: st
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("train:\n\tmax_steps: 5", "line 2 has a tab, and YAML wants spaces"),
-        ("train:\n  max_steps: 5\n   seed: 3", "line 3 is no setting .* line above it is indented"),
+        ("train:\n\tmax_steps: 5", "line 2 has a tab, but YAML needs spaces"),
+        ("train:\n  max_steps: 5\n   seed: 3", "line 3 cannot be a setting.* line above it is indented"),
         ("train:\n  max_steps: 5\n seed: 3", "line 3 is not below the settings of its section"),
     ],
 )
@@ -161,7 +160,7 @@ def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_ove
     config, there = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
     config.write_text("name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace: 5}\n")
     there.write_text("platform: {kind: local, processes: 2}\n")
-    assert config_document(config, ["platform.nodes=3", "train.seed=1"], profile=there) == {
+    assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=there) == {
         "name": "mine",
         "root": "here",
         "train": {"max_steps": 9, "seed": 1},
@@ -170,7 +169,7 @@ def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_ove
     for more_or_less in ("platform: {kind: local}\nmodel: {}\n", "root: there\n"):
         there.write_text(more_or_less)
         with pytest.raises(ConfigProblem, match=r"profile\.yaml"):
-            config_document(config, profile=there)
+            config_document(config, platform_file=there)
 
 
 def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> None:
@@ -192,7 +191,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
     [
         ({"train": None}, "train: None given; settings belong here"),
         ({"name": "x" * 33}, "given; a name has lower-case letters"),
-        ({"max_steps": 30}, "max_steps: there is no such setting; did you mean train.max_steps?"),
+        ({"max_steps": 30}, "max_steps: unknown setting; did you mean train.max_steps?"),
         (
             {"data": {"mixture": [{"corpus": {"kind": "stdlib"}, "weight": 1}]}},
             "a mixture cannot train its tokenizer",

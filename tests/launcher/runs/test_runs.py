@@ -133,7 +133,7 @@ def test_trials_are_all_combinations_in_the_order_they_are_written() -> None:
     ("grid", "said"),
     [
         ({"train.seed": [1], "train.micro_batch": [4, 5]}, "trial train.seed=1, train.micro_batch=5 cannot be used"),
-        ({"train.lr": [1e-3]}, "train.lr: there is no such setting"),
+        ({"train.lr": [1e-3]}, "train.lr: unknown setting"),
         ({"train.learning_rate": [1e-3, "1e-3"]}, "two of its trials are the same training"),
         ({"train.checkpoint_every": [10, 20]}, "two of its trials are the same training"),
         ({"train.micro_batch": [2, 4]}, "run the config once for each value with a name of its own"),

@@ -18,7 +18,8 @@ from prefect.states import Cancelling
 from waiting import until
 
 from deployments.bootstrap import PREFECT_FILE
-from launcher.config import RunConfig, read_yaml
+from launcher.config import RunConfig
+from launcher.yaml_files import read_yaml
 
 DEPLOYMENTS = {one["name"]: one for one in read_yaml(PREFECT_FILE)["deployments"]}
 

@@ -42,7 +42,7 @@ def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_wo
     until(lambda: [*tmp_path.glob("runs/*/report.html")], seconds=600)
     assert [record.attempt for record in Index.of(str(tmp_path)).records(run.run.name)] == [1]
 
-    with pytest.raises(ConfigProblem, match=r"train\.steps: there is no such setting"):
+    with pytest.raises(ConfigProblem, match=r"train\.steps: unknown setting"):
         submit(config, {"train.steps": 6})
     (tmp_path / "taken").write_text("")
     with pytest.raises(TrainLitgptError, match="taken"):

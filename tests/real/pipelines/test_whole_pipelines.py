@@ -18,7 +18,7 @@ from waiting import until
 
 from flows.run_torchrun import run_torchrun
 from flows.train_litgpt import prepare_dataset
-from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, ThreadWorkers, read_yaml
+from launcher.config import CodeSettings, DaskWorkers, ProcessWorkers, RunConfig, ThreadWorkers
 from launcher.errors import JobFailed, LauncherError
 from launcher.events import Event, Listener, MetricsRow
 from launcher.platforms.local.settings import LocalPlatformConfig
@@ -26,6 +26,7 @@ from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.reports.goodput import Part, attempt_times, ledger
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
+from launcher.yaml_files import read_yaml
 from litgpt_demo.node.agent import tagged
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage

@@ -16,8 +16,8 @@ from prefect.states import Cancelling
 from waiting import until
 
 from deployments.bootstrap import PREFECT_FILE
-from launcher.config import read_yaml
 from launcher.images.settings import PrebuiltImage
+from launcher.yaml_files import read_yaml
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 from test_platform_contract import Place, batch_place, gke_place, runai_place

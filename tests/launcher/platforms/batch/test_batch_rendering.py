@@ -13,12 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launcher.config import RunConfig, read_yaml, validated
+from launcher.config import RunConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.render import container_of, labels_of
 from launcher.platforms.batch.settings import BatchPlatformConfig
+from launcher.yaml_files import read_yaml
 from litgpt_demo.errors import Finding
 
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("batch*.yaml"))

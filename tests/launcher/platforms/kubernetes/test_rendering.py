@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from kubernetes_cluster.environment import expand
 from kubernetes_cluster.schemas import shape_troubles
 
-from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.machines import MACHINES
 from launcher.networks import networks_of
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.yaml_files import read_yaml
 from litgpt_demo.node.network import NodeNetwork
 
 Options = dict[str, Any]

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from runai_jobs import job_of, settings_of
 
-from launcher.config import read_yaml
 from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.platforms.runai.platform import RunaiPlatform
 from launcher.platforms.runai.render import WorkloadReference
+from launcher.yaml_files import read_yaml
 from litgpt_demo.node.rendezvous import plain, unpack
 
 CONFIGS = sorted((Path(__file__).parents[4] / "deployments" / "configs").glob("runai*.yaml"))
