@@ -51,7 +51,7 @@ class ThreadWorkers(Settings, title="Threads"):
 
     kind: Literal["threads"] = Kind("threads")
     count: PositiveCount | None = None
-    """The number of workers; empty is one per core, two where the root is a bucket."""
+    """The number of workers; empty means one per core, or two per core if the root is a bucket."""
 
 
 class ProcessWorkers(Settings, title="Processes"):
@@ -70,48 +70,48 @@ class DaskWorkers(Settings, title="Dask cluster"):
     """Address of the cluster's scheduler: tcp://10.0.0.2:8786."""
 
 
-def _kind_by_what_is_given(workers: object) -> object:
-    """Read workers without a `kind`, as in `workers.count=1`: only Dask's have a scheduler; threads are the default.
-    Other unions have to name it, because their branches differ in what they make and cost."""
+def _with_kind(workers: object) -> object:
+    """Add the `kind` to workers without one, as in `workers.count=1`: only Dask's have a scheduler, threads are the
+    default. Other unions must name it, because their branches differ in results and costs."""
     if not isinstance(workers, Mapping) or "kind" in workers:
         return workers
     return {"kind": "dask" if "scheduler" in workers else "threads", **workers}
 
 
 Workers = Annotated[
-    ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind"), BeforeValidator(_kind_by_what_is_given)
+    ThreadWorkers | ProcessWorkers | DaskWorkers, Field(discriminator="kind"), BeforeValidator(_with_kind)
 ]
 
 
 class Draw(Settings):
-    """One trial of a sweep, as its search has found it."""
+    """One trial of a sweep as its search drew it."""
 
     number: Count
-    """The place of the draw in the search. Draws that cannot be used have numbers too, and no trial."""
+    """The number of the draw in the search. Draws that cannot be used have numbers too, but no trial."""
     changes: dict[str, FreeValue]
-    """Dotted setting to its value, exactly as the search has it."""
+    """Dotted setting to its value, exactly as the search drew it."""
 
 
 class StartSettings(Settings, title="Start"):
-    """The choice of what happens to other jobs of the same name. It changes nothing in what a job computes."""
+    """The treatment of live jobs with the same name. It changes nothing in what a job computes."""
 
     others: Literal["refuse", "keep", "cancel"] = "refuse"
-    """The answer to a live job of the same name, but of another dataset, model or script: refuse to start, keep it
-    and start a second one (--new), or cancel it first (--cancel-old)."""
+    """If a job of this name is running with another dataset, model or script: refuse to start, keep it and start a
+    second one (--new), or cancel it first (--cancel-old)."""
     sweep: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
-    """The sweep that this is a trial of. Sweeps set it: no form offers it."""
+    """The sweep that this is a trial of. Sweeps set it, and forms do not show it."""
     trial: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
     """The settings that the trial varies, as `learning_rate=0.001`. Sweeps set it."""
     draw: SkipJsonSchema[Draw | None] = Field(None, exclude_if=lambda draw: draw is None)
-    """The same in full, by which a sweep that is resumed finds its trials again. Sweeps set it."""
+    """The trial's draw, by which a resumed sweep finds its trials. Sweeps set it."""
 
 
 class TrainingStart(StartSettings, allow_inf_nan=False):
-    """The same for a training, and the money that it may cost: it can be asked to save and leave."""
+    """The same for a training, with the money that it may cost."""
 
     max_usd: float | None = Field(None, gt=0)
-    """Dollars that all attempts of the run may cost: it saves and leaves before they are passed, and goes on from there
-    once this is raised."""
+    """Dollars that all attempts of the run may cost together. The run saves and stops before it exceeds them, and
+    continues from there once this is raised. Empty sets no limit."""
 
 
 class RunConfig(Settings):
@@ -120,23 +120,23 @@ class RunConfig(Settings):
     name: str = Field("gpt", pattern=NAME_PATTERN)
     """The name of the run: lower-case letters, digits and dashes, at most 32."""
     root: Place = "output"
-    """A folder, or gs://bucket/prefix, that everything is written under."""
+    """The folder, or gs://bucket/prefix, of all files of this run: dataset, checkpoints, logs, models."""
     data: DataConfig = DataConfig()
-    """The text, and how it is cut into tokens."""
+    """The text, and how it becomes tokens."""
     workers: Workers = ThreadWorkers(kind="threads")
-    """The workers that prepare the dataset. They change nothing in it."""
+    """The workers that prepare the dataset. Its content does not depend on them."""
     model: ModelConfig = ModelConfig()
     """The model."""
     train: TrainConfig = TrainConfig()
     """The training."""
     evaluation: EvaluationConfig | None = None
-    """The tasks that the collected model is scored by; empty asks none."""
+    """The tasks that score the collected model; empty means no evaluation."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
     start: TrainingStart = TrainingStart()
-    """The answer to a job of the same name that runs already, and the money that the run may cost."""
+    """The treatment of live jobs with the same name, and the money that the run may cost."""
 
     @property
     def world_size(self) -> int:
@@ -147,70 +147,79 @@ class RunConfig(Settings):
         self.train.accumulation(self.world_size)
         nodes, processes = self.platform.nodes, self.platform.processes
         if self.train.strategy == "hybrid" and 1 in (nodes, processes):
-            what = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
-            there = f"platform.nodes={nodes} with platform.processes={processes} each"
-            raise ValueError(f"{what}, and there are {there}; take train.strategy=fsdp, or at least 2 of both")
-        if (profile := self.train.profile) is not None and max(profile.ranks) >= self.world_size:
-            what = f"train.profile.ranks={list(profile.ranks)} are not all there"
-            raise ValueError(f"{what}: the run has {self.world_size}, the first is 0")
+            problem = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
+            size = f"the run has platform.nodes={nodes} with platform.processes={processes} each"
+            raise ValueError(f"{problem}, but {size}; take train.strategy=fsdp, or at least 2 of both")
+        profile = self.train.profile
+        if profile is not None and max(profile.ranks) >= self.world_size:
+            problem = f"train.profile.ranks={list(profile.ranks)} has ranks that do not exist"
+            raise ValueError(f"{problem}: the run has {self.world_size}, the first is 0")
         return self
 
     @model_validator(mode="after")
     def _has_tasks(self) -> Self:
-        if (every := self.train.evaluate_with) is not None and self.evaluation is None:
-            raise ValueError(f"train.evaluate_with={every} has nothing to ask; give evaluation.tasks")
+        if self.train.evaluate_with is not None and self.evaluation is None:
+            problem = f"train.evaluate_with={self.train.evaluate_with} needs tasks to score checkpoints by"
+            raise ValueError(f"{problem}; give evaluation.tasks")
         return self
 
     @model_validator(mode="after")
     def _is_priced(self) -> Self:
-        asks: dict[str, object] = {"start.max_usd": self.start.max_usd}
-        if isinstance(self, SweepConfig):
-            asks["sweep.max_usd or the objective cost"] = self.sweep.max_usd or "cost" in self.sweep.objectives
-        if self.platform.price is None and (name := next(filter(asks.get, asks), None)):
-            known = f"{self.platform.hardware or self.platform.kind} has no list price that is known here"
-            raise ValueError(f"{name} needs a price, and {known}; give platform.usd_per_hour, of one node")
+        if self.platform.price is not None:
+            return self
+        name = ""
+        if self.start.max_usd is not None:
+            name = "start.max_usd"
+        elif isinstance(self, SweepConfig) and (self.sweep.max_usd or "cost" in self.sweep.objectives):
+            name = "sweep.max_usd or the objective cost"
+        if name:
+            hardware = self.platform.hardware or self.platform.kind
+            problem = f"{name} needs a price, but the list price of {hardware} is not known here"
+            raise ValueError(f"{problem}; give platform.usd_per_hour, of one node")
         return self
 
 
 class CodeSettings(Settings, title="Code"):
-    """A folder of your own code, which nodes get as it is: a change to it needs no new image."""
+    """A folder of your own code, which is copied to the nodes: a change to it needs no new image."""
 
     mount: Place = Field(min_length=1)
-    """A folder of the machine where the flow runs: a deployment's worker has another, so that one takes an absolute
-    path. Its files, less what its .dockerignore names and what looks like a secret, become the folder that ranks start
-    in, first on PYTHONPATH; `script` is then a path in it."""
+    """A folder of the machine where the flow runs; give an absolute path for a deployment, whose worker starts in
+    another folder. Ranks start in a copy of it, which is first on PYTHONPATH, and `script` is a path in it. Files that
+    its .dockerignore lists or that look like secrets are left out."""
 
 
 class ScriptConfig(Settings, coerce_numbers_to_str=True):
-    """Any script or module on several nodes, launched and watched as a training is."""
+    """Any script or module on several nodes, launched and watched like a training."""
 
     name: str = Field("script", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
     root: Place = "output"
-    """A folder, or gs://bucket/prefix, that logs are written under."""
+    """The folder, or gs://bucket/prefix, of the logs."""
     script: Place
     """A Python file (a path) or a module (`-m package.module`)."""
     code: CodeSettings | None = None
-    """The folder of your own code that goes to the nodes; empty takes what the image has."""
+    """The folder of your own code that is copied to the nodes; empty means the script is in the image."""
     args: tuple[str, ...] = ()
-    """Its arguments, one item each; no quoting is needed."""
+    """The arguments of the script, one item each, without quotes for a shell."""
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables for every rank. Not for secrets: they would be stored and shown."""
+    """Environment variables of every rank. Do not put secrets here: these values are stored and shown."""
     max_restarts: Count = Field(0, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
+    """The number of new attempts after each of node faults, network faults, hangs and preemptions, unless `restarts`
+    has another number."""
     restarts: RestartSettings = RestartSettings()
-    """The rules of new attempts, by class of failure. What a script saves is not known, so that none is forgiven."""
+    """The rules for new attempts, by class of failure. Scripts' checkpoints are unknown to us, so every restart
+    counts."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
     start: StartSettings = StartSettings()
-    """The answer to a job of the same name that runs already."""
+    """The treatment of live jobs with the same name."""
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Return what torchrun is given: the script as an absolute path, because nodes start in their own folder.
-        In an image it is a path there; with `code` it is one in the mounted folder."""
+        """Return torchrun's arguments. The script is an absolute path, because nodes start in a folder of their own;
+        in an image or with `code` the path is that of the image or of the code's folder."""
         if self.script.startswith("-m "):
             return ("-m", self.script[3:].strip(), *self.args)
         if self.code is not None or self.platform.in_containers:
@@ -221,12 +230,12 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     def _script_is_in_its_code(self) -> Self:
         path = PurePosixPath(self.script)
         if self.code is not None and (path.is_absolute() or ".." in path.parts):
-            raise ValueError(f"script={self.script!r} leads out of code.mount; give its path within that folder")
+            raise ValueError(f"script={self.script!r} is outside of code.mount; give its path within that folder")
         return self
 
 
 class Choice(Settings):
-    """One of some values."""
+    """One of several values."""
 
     kind: Literal["choice"]
     values: list[FreeValue] = Field(min_length=1)
@@ -234,7 +243,7 @@ class Choice(Settings):
 
 
 class Number(Settings, title="Number between two bounds"):
-    """A number between two bounds, evenly, or evenly in its logarithm."""
+    """A number between two bounds, drawn uniformly from it or from its logarithm."""
 
     kind: Literal["uniform", "log-uniform"]
     low: float
@@ -250,9 +259,9 @@ class Integer(Settings):
     low: int
     """The smallest."""
     high: int
-    """The largest, which may be taken too."""
+    """The largest, itself included."""
     log: bool = False
-    """Evenly in its logarithm."""
+    """Draw uniformly from the logarithm."""
 
 
 Space: TypeAlias = Choice | Number | Integer
@@ -265,48 +274,58 @@ class SweepSettings(Settings, title="Sweep"):
     """The settings that the trials of a sweep vary, and how they are found."""
 
     grid: dict[str, Annotated[list[FreeValue], Field(min_length=1)]] = Field({}, json_schema_extra={"default": {}})
-    """Dotted setting to the values it takes: {"train.learning_rate": [1e-3, 3e-4]}. Trials are all combinations."""
+    """Dotted setting to its values: {"train.learning_rate": [1e-3, 3e-4]}. The trials are all combinations."""
     space: dict[str, Annotated[Space, Field(discriminator="kind")]] = Field({}, json_schema_extra={"default": {}})
-    """Dotted setting to what is drawn from: {"train.learning_rate": {kind: log-uniform, low: 1e-4, high: 1e-2}}."""
+    """Dotted setting to its distribution: {"train.learning_rate": {kind: log-uniform, low: 1e-4, high: 1e-2}}."""
     sampler: Literal["grid", "random", "tpe"] = "grid"
-    """`grid` takes all combinations; `random` draws; `tpe` draws near the best trials so far."""
+    """`grid` runs all combinations, `random` draws, `tpe` draws near the best trials so far."""
     trials: Count | None = Field(None, gt=0, le=10_000)
     """The number of trials that `random` and `tpe` draw, without draws that cannot be used."""
     seed: Count = 0
     """The seed of the draws."""
     objectives: tuple[Objective, ...] = Field(("validation_loss",), min_length=1)
-    """What a trial is judged by, the first above all; a score is `evaluation.TASK.METRIC`. Of several, the report has
-    the trials that no other beats."""
+    """The measures that rank trials, most important first; a score of the evaluation is `evaluation.TASK.METRIC`. With
+    several, the report also lists the trials that no other trial beats in all of them."""
     prune: Literal["median", "asha"] | None = None
-    """End a trial by its validation loss on the way: `median` where it is above the median of the trials at that point,
-    `asha` where it is not in the best third; empty ends none."""
+    """End a trial early by its validation loss: `median` if it is above the median of the trials at that step, `asha`
+    if it is not in the best third. Empty ends none."""
     max_parallel: Count = Field(1, gt=0)
     """Trials that run at the same time."""
     max_gpu_hours: float | None = Field(None, gt=0)
-    """No trial begins once all have taken so many hours of a GPU; of a process where there are no GPUs."""
+    """GPU hours of all trials, after which no new trial starts; hours of processes on machines without GPUs. Empty
+    sets no limit."""
     max_usd: float | None = Field(None, gt=0)
-    """No trial begins once all have cost so many dollars; `start.max_usd` is what each of them may cost."""
+    """Dollars of all trials, after which no new trial starts; `start.max_usd` limits each of them. Empty sets no
+    limit."""
 
     @model_validator(mode="after")
     def _has_trials(self) -> Self:
         for name, space in self.space.items():
-            if not isinstance(space, Choice) and not (space.low < space.high and (space.low > 0 or not _is_log(space))):
-                above = " and above 0" if _is_log(space) else ""
-                raise ValueError(f"sweep.space.{name}: low={space.low} has to be below high={space.high}{above}")
-        if twice := self.grid.keys() & self.space.keys():
-            raise ValueError(f"{', '.join(sorted(twice))} is in sweep.grid and in sweep.space; keep one")
-        if self.sampler == "grid" and (self.space or self.trials):
-            what = "sweep.space" if self.space else f"sweep.trials={self.trials}"
-            raise ValueError(f"{what} needs a sampler that draws; set sweep.sampler to tpe or random")
+            if isinstance(space, Choice):
+                continue
+            if space.low >= space.high:
+                raise ValueError(f"sweep.space.{name}: low={space.low} must be below high={space.high}")
+            if _is_log(space) and space.low <= 0:
+                raise ValueError(f"sweep.space.{name}: low={space.low} must be above 0 for a logarithm")
+        duplicates = self.grid.keys() & self.space.keys()
+        if duplicates:
+            raise ValueError(f"{', '.join(sorted(duplicates))} is in sweep.grid and in sweep.space; keep one")
+        if self.sampler == "grid" and self.space:
+            raise ValueError("sweep.space needs a sampler that draws; set sweep.sampler to tpe or random")
+        if self.sampler == "grid" and self.trials:
+            problem = f"sweep.trials={self.trials} needs a sampler that draws"
+            raise ValueError(f"{problem}; set sweep.sampler to tpe or random")
         if self.sampler != "grid" and self.trials is None:
             raise ValueError(f"sweep.sampler={self.sampler} draws trials without end; set sweep.trials")
         if self.prune is not None and self.objectives != ("validation_loss",):
-            raise ValueError(f"sweep.prune={self.prune} goes by the validation loss alone; leave sweep.objectives out")
+            raise ValueError(f"sweep.prune={self.prune} compares only validation losses; leave sweep.objectives out")
         return self
 
 
 def _is_log(space: Number | Integer) -> bool:
-    return space.log if isinstance(space, Integer) else space.kind == "log-uniform"
+    if isinstance(space, Integer):
+        return space.log
+    return space.kind == "log-uniform"
 
 
 class SweepConfig(RunConfig):
@@ -317,12 +336,13 @@ class SweepConfig(RunConfig):
 
     @model_validator(mode="after")
     def _is_scored(self) -> Self:
-        asked = () if self.evaluation is None else self.evaluation.tasks
+        tasks = [] if self.evaluation is None else list(self.evaluation.tasks)
         for name in self.sweep.objectives:
             kind, _, score = name.partition(".")
-            if kind == "evaluation" and (task := score.rpartition(".")[0]) not in asked:
-                what = f"sweep.objectives has {name}, and evaluation.tasks={list(asked)} does not ask {task}"
-                raise ValueError(f"{what}; add it there")
+            task = score.rpartition(".")[0]
+            if kind == "evaluation" and task not in tasks:
+                problem = f"sweep.objectives has {name}, but evaluation.tasks={tasks} does not have {task}"
+                raise ValueError(f"{problem}; add it there")
         return self
 
     @model_validator(mode="after")
@@ -333,31 +353,29 @@ class SweepConfig(RunConfig):
         def validated_values(setting: str, values: Sequence[JsonValue]) -> list[JsonValue]:
             return [_as_validated(base, setting, value) for value in values]
 
-        sweep = self.sweep
-        grid = {setting: validated_values(setting, values) for setting, values in sweep.grid.items()}
-        space = {
-            setting: part.model_copy(update={"values": validated_values(setting, part.values)})
-            if isinstance(part, Choice)
-            else part
-            for setting, part in sweep.space.items()
-        }
-        self.__dict__["sweep"] = sweep.model_copy(update={"grid": grid, "space": space})
+        grid = {setting: validated_values(setting, values) for setting, values in self.sweep.grid.items()}
+        space: dict[str, Space] = {}
+        for setting, part in self.sweep.space.items():
+            if isinstance(part, Choice):
+                part = part.model_copy(update={"values": validated_values(setting, part.values)})
+            space[setting] = part
+        self.__dict__["sweep"] = self.sweep.model_copy(update={"grid": grid, "space": space})
         return self
 
 
 def _as_validated(base: Mapping[str, Any], setting: str, value: JsonValue) -> JsonValue:
-    """Return the value as a config has it that sets it alone; a value that needs other changes beside it stays as it is
-    written, and so does a section, which is merged with what the config has."""
+    """Return the value as a config has it that sets only this. A value that needs other changes too stays as it is
+    written, and so does a section, which is merged with that of the config."""
     items = value if isinstance(value, list) else [value]
     if any(isinstance(item, dict | list) for item in items):
         return value
     try:
-        found: Any = RunConfig.model_validate(overridden(base, {setting: value})).model_dump(mode="json")
+        result: Any = RunConfig.model_validate(overridden(base, {setting: value})).model_dump(mode="json")
         for name in setting.split("."):
-            found = found[name]
+            result = result[name]
     except (ValidationError, KeyError, TypeError):  # a KeyError: a record leaves out some defaults
         return value
-    return cast(JsonValue, found)
+    return cast(JsonValue, result)
 
 
 AnyConfig = TypeVar("AnyConfig", bound=Settings)
@@ -526,7 +544,7 @@ def _unknown_setting(kind: type[Settings], section: Sequence[str | int], name: s
     """Return the message for a setting that a section lacks, with the nearest settings of it. At the top they may also
     be settings of a section."""
     siblings = _settings_in(kind, section)
-    candidates = {}
+    candidates: dict[str, str] = {}
     if not section:
         for top, field in kind.model_fields.items():
             for part in (field.annotation, *get_args(field.annotation)):

@@ -1,6 +1,6 @@
-"""The launching side's branch of the tree of errors (litgpt_demo.errors has the rest, and the exit code of each).
+"""The errors of the launching side; litgpt_demo.errors has those of the nodes, and the exit code of each class.
 
-Errors become findings here, and findings that forbid a run one error.
+It also converts errors to findings, and the findings that forbid a run to one error.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class NotInstalled(ConfigProblem):
 
 
 class LoginProblem(LauncherError):
-    """Credentials are missing or were refused."""
+    """Credentials are missing or were rejected."""
 
 
 class NoCredentials(LoginProblem):
-    """This machine has no credentials at all, so that nothing can be asked."""
+    """This machine has no credentials, so nothing can be queried."""
 
 
 class ImageProblem(LauncherError):
@@ -46,48 +46,48 @@ class ImageProblem(LauncherError):
 
 
 class ImageOutOfSight(ImageProblem):
-    """The image cannot be looked at from this machine: no way leads to its registry, or this account may not read it.
-    Nodes may have another way and another account."""
+    """The image cannot be read from this machine: its registry is not reachable, or this account lacks permission.
+    Nodes may reach it, and have another account."""
 
 
 class ImageUnreachable(ImageProblem):
-    """The registry or the builder did not answer, or stopped in mid-answer; building again is safe."""
+    """The registry or the builder did not answer, or its answer broke off; building again is safe."""
 
     fault = FailureClass.UNREACHABLE
 
 
 class PlatformUnreachable(LauncherError):
-    """The platform did not answer; the job may well be running."""
+    """The platform did not answer; the job may still be running."""
 
     fault = FailureClass.UNREACHABLE
 
 
 class UnknownRun(LauncherError):
-    """No run has that name, or several have, so that it is not clear which one is meant."""
+    """No run has that name, or several have it."""
 
     fault = FailureClass.UNKNOWN_RUN
 
 
 class RunIsLive(LauncherError):
-    """A job runs already that would be doubled, or that the user may have forgotten."""
+    """A job of this name is running, which a new one would duplicate or the user may have forgotten."""
 
     fault = FailureClass.LIVE
 
 
 class JobCancelled(LauncherError):
-    """Somebody stopped the job. The checkpoints that it had saved are kept."""
+    """A user cancelled the job. Its saved checkpoints are kept."""
 
     fault = FailureClass.CANCELLED
 
 
 class ServerUnreachable(LauncherError):
-    """Prefect's server does not answer, or did not come up."""
+    """Prefect's server does not answer, or did not start."""
 
     fault = FailureClass.SERVER
 
 
 class PlatformRefused(LauncherError):
-    """The platform understood and said no."""
+    """The platform rejected the request."""
 
     fault = FailureClass.REFUSED
 
@@ -100,33 +100,42 @@ def rival(job: str, run: str, *, end: str) -> PlatformRefused:
 
 
 class JobRefused(PlatformRefused):
-    """The platform took the job, and refuses for too long to run it: waiting will not change that."""
+    """The platform accepted the job, but has refused to run it for too long; waiting will not help."""
 
 
 class JobFailed(LauncherError):
-    """The job ended badly, with the words and the class of the verdict on its last attempt."""
+    """The job failed. The message and the failure class are those of its last attempt's verdict."""
 
 
 UNVERIFIABLE = (
     NoCredentials, NotInstalled, PlatformUnreachable, ImageOutOfSight, ImageUnreachable, NetworkError, Unreachable,
 )  # fmt: skip
-"""Errors that say nothing about the config: only that it cannot be looked at from this machine, or not now."""
+"""Errors that say nothing about the config: this machine cannot verify it, or cannot verify it now."""
 
 
 def finding_of(error: Exception, code: str) -> Finding:
-    """Return the finding that an error is: `unknown` where it says no more than that we could not look."""
+    """Return an error as a finding; its severity is `unknown` if the check could not be made."""
     finding = Finding.of(error, code)
-    return replace(finding, severity="unknown") if isinstance(error, UNVERIFIABLE) else finding
+    if isinstance(error, UNVERIFIABLE):
+        return replace(finding, severity="unknown")
+    return finding
 
 
 def raise_on_errors(findings: Iterable[Finding]) -> list[Finding]:
-    """Return all findings if none is an error or unknown. Else one ConfigProblem of the findings' class names every
-    problem, so that one round of changes is enough; a DataError where the corpus is all that is wrong."""
-    found = list(findings)
-    problems = [finding for finding in found if finding.severity in {"error", "unknown"}]
-    if problems:
-        fault = fault_of_findings(problems) or fault_of_findings(problems, severity="unknown") or FailureClass.USER
-        messages = [finding.message for finding in problems]
-        text = messages[0] if len(messages) == 1 else "\n  ".join([f"{len(messages)} problems:", *messages])
-        raise DataError(text) if fault is FailureClass.DATA else ConfigProblem(text, fault=fault)
-    return found
+    """Return the findings if none is an error or unknown.
+
+    Raises:
+        DataError: all problems are the corpus'.
+        ConfigProblem: it names every problem, so that one round of changes is enough, and has their failure class.
+    """
+    findings = list(findings)
+    problems = [finding for finding in findings if finding.severity in {"error", "unknown"}]
+    if not problems:
+        return findings
+    fault = fault_of_findings(problems) or fault_of_findings(problems, severity="unknown") or FailureClass.USER
+    text = problems[0].message
+    if len(problems) > 1:
+        text = "\n  ".join([f"{len(problems)} problems:", *(finding.message for finding in problems)])
+    if fault is FailureClass.DATA:
+        raise DataError(text)
+    raise ConfigProblem(text, fault=fault)

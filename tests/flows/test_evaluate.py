@@ -113,5 +113,5 @@ def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[
         assert "train-litgpt[evaluate]" in str(told["evaluation.missing"].fix)
     with pytest.raises(ConfigProblem, match=r"evaluation\.tasks"):
         tiny({"evaluation": {"tasks": []}})
-    with pytest.raises(ConfigProblem, match=r"train.evaluate_with=2 has nothing to ask"):
+    with pytest.raises(ConfigProblem, match=r"train.evaluate_with=2 needs tasks"):
         tiny({"train.evaluate_with": 2})

@@ -208,7 +208,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"train": {"global_batch": 20}, "platform": {"kind": "local", "nodes": 2}}, "must be a multiple of 16, for"),
         (
             {"start": {"max_usd": 5}},
-            "start.max_usd needs a price, and local has no list price that is known here; give",
+            "start.max_usd needs a price, but the list price of local is not known here; give",
         ),
     ],
 )

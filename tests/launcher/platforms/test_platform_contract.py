@@ -431,7 +431,6 @@ def test_every_platform_is_registered_under_the_kind_that_its_settings_have() ->
 
 
 def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> None:
-    with pytest.raises(
-        ConfigProblem, match=r"platform\.kind: 'toy' is unknown; choose one of 'local', 'gke', 'runai', 'batch', 'slurm'"
-    ):
+    choices = "'local', 'gke', 'runai', 'batch', 'slurm'"
+    with pytest.raises(ConfigProblem, match=rf"platform\.kind: 'toy' is unknown; choose one of {choices}"):
         validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")

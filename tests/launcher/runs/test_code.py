@@ -144,7 +144,7 @@ def test_what_is_no_source_code_is_refused_with_the_largest_files(mine: Path, mo
 
 def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mounted) -> None:
     for script in ("/app/train.py", "lib/../../train.py"):
-        with pytest.raises(ConfigProblem, match=r"leads out of code\.mount"):
+        with pytest.raises(ConfigProblem, match=r"is outside of code\.mount"):
             mounted(script=script)
 
 

@@ -151,6 +151,6 @@ def test_a_sweep_has_one_name_for_every_spelling(swept: Any, written: Any, meant
 
 @pytest.mark.parametrize("what", [{"sweep.max_usd": 5}, {"sweep.objectives": ["validation_loss", "cost"]}])
 def test_a_cost_that_cannot_be_known_is_refused_with_the_setting_that_tells_it(swept: Any, what: Any) -> None:
-    with pytest.raises(ConfigProblem, match=r"local has no list price that is known here; give platform\.usd_per_hour"):
+    with pytest.raises(ConfigProblem, match=r"the list price of local is not known here; give platform\.usd_per_hour"):
         swept(what)
     assert trials(swept({**what, "platform.usd_per_hour": 2}))
