@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import numbers_of
+from litgpt_demo.data.batches import sample_ids_for_step
 from litgpt_demo.models.model import initialise, litgpt_config
 from litgpt_demo.runs import read_spec
 from litgpt_demo.schedules import warmup_and_decay_steps
@@ -42,7 +42,7 @@ class OurData(DataModule, Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         step, place = divmod(index, self.spec.train.global_batch)
-        inputs, targets = self.windows.read(numbers_of(self.spec, self.windows, step)[place : place + 1])
+        inputs, targets = self.windows.read(sample_ids_for_step(self.spec, self.windows, step)[place : place + 1])
         return torch.cat([torch.from_numpy(inputs[0]), torch.from_numpy(targets[0, -1:])])
 
     def train_dataloader(self) -> DataLoader[Tensor]:

@@ -25,7 +25,7 @@ import psutil
 from litgpt_demo import timeouts
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, is_gpu_error
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 
 NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
 """The environment variable of every process below a node with the node's own folder."""
@@ -78,7 +78,7 @@ class Heartbeat:
         # What each sign of life has of the fields of Beat, whatever is done.
         self._own: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "stacks": str(stacks)}
         self._own |= {"pid": os.getpid(), "started": started(os.getpid())}
-        with explaining(str(self._path), needed=_LENGTH):
+        with translate_os_errors(str(self._path), needed=_LENGTH):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._stacks = stacks.open("w")
             faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
@@ -97,7 +97,7 @@ class Heartbeat:
             "ticks": time.monotonic(),
         }
         told["allow"] = self._allow if allow is None else allow
-        with explaining(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
+        with translate_os_errors(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
             os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)
 
     def __enter__(self) -> Self:

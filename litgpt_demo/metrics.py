@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from litgpt_demo.documents import Unreadable, first_problem
-from litgpt_demo.storage.local import NO_ROOM, explaining, replacing
+from litgpt_demo.storage.local import NO_ROOM, atomic_write, translate_os_errors
 
 METRICS_MARK = "@litgpt-metrics "
 
@@ -179,8 +179,8 @@ class MetricsFile:
         rows = rows_of(path.read_bytes()) if path.exists() else []
         lines = [to_log_line(row).removeprefix(METRICS_MARK) for row in rows if row["step"] <= resumed_from]
         text = "".join(f"{line}\n" for line in lines).encode()
-        with explaining(str(path), needed=len(text)):
-            with replacing(path, durable=False) as partial_file:
+        with translate_os_errors(str(path), needed=len(text)):
+            with atomic_write(path, durable=False) as partial_file:
                 partial_file.write(text)
             self._file = path.open("ab", buffering=0)
         self._unwritten = b""
@@ -206,5 +206,5 @@ class MetricsFile:
 
     def close(self) -> None:
         """Append the rows that were kept; DiskFull if there is no room for them."""
-        with explaining(self._file.name, needed=len(self._unwritten)), self._file:
+        with translate_os_errors(self._file.name, needed=len(self._unwritten)), self._file:
             self._append()

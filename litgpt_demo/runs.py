@@ -17,7 +17,7 @@ from litgpt_demo.documents import Unreadable, parse_json, sealed
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, DataError, FailureClass, TooLarge
 from litgpt_demo.metrics import MOST_FILE, rows_of
 from litgpt_demo.storage import Storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.storage.private import make_private
 
 CONFIG = "config.json"
@@ -67,7 +67,7 @@ class RunDocument(Settings):
 def write_document(run: Storage, document: RunDocument) -> None:
     """Leave config.json in the run's folder, with a checksum of its own. A new local folder is its owner's alone."""
     if (folder := run.local_path()) is not None:
-        with explaining(run.root):
+        with translate_os_errors(run.root):
             make_private(folder)
     run.write(CONFIG, sealed(document.model_dump_json(indent=1).encode(), "config"))
 

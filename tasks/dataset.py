@@ -60,7 +60,7 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
 
         def prepare() -> DatasetManifest:
             with fanout:
-                return preparation.prepare(planned, open_storage(root), each=fanout, report=live.report)
+                return preparation.prepare(planned, open_storage(root), map_steps=fanout, report=live.report)
 
         making = asyncio.create_task(asyncio.to_thread(prepare))
         try:
@@ -106,7 +106,7 @@ async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *,
 
 
 class Fanout(ExitStack):
-    """While entered: a way to carry out steps (`litgpt_demo.data.preparation.MapFn`) by workers of the chosen kind."""
+    """A way to carry out steps (`litgpt_demo.data.preparation.MapSteps`) by workers of the chosen kind."""
 
     def __init__(self, workers: Workers) -> None:
         super().__init__()

@@ -307,13 +307,13 @@ def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     """
     from litgpt_demo.data.preparation import threads_for
     from litgpt_demo.data.shards import plan_shards
-    from litgpt_demo.data.workers import Work
+    from litgpt_demo.data.workers import PrepContext
 
     if planned.parts:
         return "; ".join(filter(None, (scratch_for(part, root=root, workers=workers) for part in planned.parts)))
     if planned.data.corpus.is_tokenized or all(source.file is not None for source in planned.sources):
         return ""
-    work = Work(data=planned.data, root=root, path=planned.path)
+    work = PrepContext(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)
     sizes = [sum(part.source.size for part in shard.parts if part.source.file is None) for shard in shards]
     if (limit := planned.data.corpus.max_bytes) is not None:

@@ -23,7 +23,7 @@ from launcher.images.oci import resolve
 from launcher.images.settings import CloudBuildImage
 from litgpt_demo.errors import TrainLitgptError, mark_no_retry, one_line
 from litgpt_demo.secrets import redacted
-from litgpt_demo.storage import Position, bucket_path, open_storage
+from litgpt_demo.storage import ReadCursor, bucket_path, open_storage
 
 if TYPE_CHECKING:
     from google.cloud.devtools.cloudbuild_v1 import CloudBuildClient
@@ -149,7 +149,7 @@ class CloudBuild:
 
     def _follow(self, build: Any, tag: str, log: Log) -> str:
         log(f"{tag} is built by {build.id} in {self._parent}: {build.log_url}")
-        silent, storage, path, position = 0.0, open_storage(self._root), f"{LOGS}/log-{build.id}.txt", Position()
+        silent, storage, path, position = 0.0, open_storage(self._root), f"{LOGS}/log-{build.id}.txt", ReadCursor()
         tail, live = deque[str](maxlen=TAIL), True
         while live:
             self._pause(_POLL)
@@ -166,7 +166,7 @@ class CloudBuild:
             # Pass on the whole lines that are new; at the end the last need not be whole. A log that cannot be read can
             # wait until then.
             try:
-                begin, fresh = storage.read_on(path, position)
+                begin, fresh = storage.read_from(path, position)
                 fresh = fresh[: fresh.rfind(b"\n") + 1] if live else fresh
                 position, lines = begin.after(fresh), fresh.decode(errors="replace").splitlines()
             except (FileNotFoundError, TrainLitgptError) as error:

@@ -17,7 +17,7 @@ from launcher.formatting import terminal_text
 from launcher.job import JobId, LogLine, LogPage
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.runs import node_reports
-from litgpt_demo.storage import Position, Storage
+from litgpt_demo.storage import ReadCursor, Storage
 
 PAGE = 4 << 20
 """Bytes or characters of logs that a page holds, more only where many nodes have their least share."""
@@ -73,16 +73,16 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
     """Return the lines that the nodes' logs have had added since `position`, node by node; PlatformUnreachable where
     one cannot be read. `ended` says if the job had ended before this look: then a line without its end is a line too.
     """
-    positions = {node: Position(*place) for node, place in _POSITIONS.validate_json(position or "{}").items()}
+    positions = {node: ReadCursor(*place) for node, place in _POSITIONS.validate_json(position or "{}").items()}
     lines: list[LogLine] = []
     share, more = max(_LEAST, PAGE // max(nodes, 1)), False  # one that floods silences no other
     for node in range(nodes):
         name = f"node-{node}.log"
         try:
             # A pod that comes back moves the log of its last life away; the new one is read from its beginning.
-            begin, fresh = attempt.read_on(name, positions.get(node, Position()), most=share)
+            begin, fresh = attempt.read_from(name, positions.get(node, ReadCursor()), most=share)
         except FileNotFoundError:
-            begin, fresh = Position(), b""
+            begin, fresh = ReadCursor(), b""
         except TrainLitgptError as error:
             raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
         full = len(fresh) == share

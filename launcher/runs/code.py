@@ -24,7 +24,7 @@ from launcher.images.context import read_ignore_file, walk, write_files
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.code import MOST_ARCHIVE, MOST_BYTES, MOST_FILES
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.storage.private import make_private
 
 CODE = "code"
@@ -91,7 +91,7 @@ class CodeArchive:
         """
         if not root.exists(self.path):
             if (folder := root.within(CODE).local_path()) is not None:
-                with explaining(root.address(CODE)):
+                with translate_os_errors(root.address(CODE)):
                     make_private(folder)
             if root.create(self.path, self.content):
                 return True

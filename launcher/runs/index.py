@@ -39,7 +39,7 @@ from litgpt_demo.documents import parse_json, sealed
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS, JobFault
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.storage.private import make_private
 
 INDEX = "index"
@@ -181,7 +181,7 @@ class Index:
         """Make the folders of the index and of a run, closed to other users of this machine where they are new."""
         for folder in (self._folder.local_path(), self.root.within(f"runs/{run}").local_path()):
             if folder is not None:
-                with explaining(str(folder)):
+                with translate_os_errors(str(folder)):
                     make_private(folder)
 
     def create(self, record: AttemptRecord) -> bool:

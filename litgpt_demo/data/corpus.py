@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, Settings, StdlibCorpus, TokensCorpus
 from litgpt_demo.data.hub import address_of, hub_endpoint, list_repository
-from litgpt_demo.data.reading import MOST_POINTER, Layout, Source, first_few, refuse_lfs_pointer
+from litgpt_demo.data.reading import MOST_POINTER, FileFormat, Source, first_few, refuse_lfs_pointer
 from litgpt_demo.errors import UserError
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import ObjectInfo, is_remote, open_storage
@@ -241,7 +241,7 @@ def token_folder(corpus: TokensCorpus) -> str:
 
 def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:
     """Raise UserError for several formats: a card, a licence or an index beside the data would be trained on."""
-    layout, by_format = Layout.of(corpus), dict[str, list[str]]()
+    layout, by_format = FileFormat.of(corpus), dict[str, list[str]]()
     for name in sorted(names):
         by_format.setdefault(layout.format_of(name), []).append(_escaped(name))
     if len(by_format) <= 1:

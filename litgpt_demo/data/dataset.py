@@ -29,7 +29,7 @@ from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.documents import FileRecord, bring, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
 from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -298,7 +298,7 @@ def open_dataset(address: str) -> DatasetManifest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Windows:
+class TokenDataset:
     """A split cut into samples of `length` tokens; sample i is tokens i*length to (i+1)*length, both included."""
 
     files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
@@ -326,7 +326,7 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:]
 
 
-def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> Windows:
+def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> TokenDataset:
     """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
     import numpy as np
 
@@ -336,7 +336,7 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
     paths = [folder / (manifest.home or "") / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
     files = [np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths]
-    return Windows(files=files, length=length, key=manifest.key)
+    return TokenDataset(files=files, length=length, key=manifest.key)
 
 
 class Content(NamedTuple):
@@ -414,7 +414,7 @@ def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) 
             storage.download(record.path, path)
         elif not path.is_file():  # not there, a folder, or a link that leads nowhere or to itself
             return None
-        with explaining(str(path)), path.open("rb") as file:
+        with translate_os_errors(str(path)), path.open("rb") as file:
             while block := file.read(_BLOCK):
                 head = head or block[:_HEAD]
                 size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)

@@ -15,7 +15,7 @@ from litgpt_demo.data.hub import download_from_hub
 from litgpt_demo.data.reading import MOST_POINTER, Source, refuse_lfs_pointer
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import crc32c_of, open_storage, sha256_of
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 
 # Nanoseconds after which a file's time of change tells its next change apart: file systems keep some only by the second
 # or two, and then two writes in a row look like one.
@@ -46,7 +46,7 @@ def _fetched(source: Source, scratch: Path) -> Path:
     folder = _folder_of(source, scratch)  # a download that was killed left its part there
     content = folder / "content"
     fetch = _FETCHERS[source.address.partition("://")[0]]
-    with explaining(str(scratch), needed=source.size), _file_lock(folder):
+    with translate_os_errors(str(scratch), needed=source.size), _file_lock(folder):
         if not content.exists():
             folder.mkdir(exist_ok=True)
             fetch(source, content)

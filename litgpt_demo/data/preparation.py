@@ -5,7 +5,7 @@
     encode     each shard: its training and its validation documents as two pieces of tokens
     publish    the pieces joined, checked and described by the manifest
 
-What a worker makes lies in the dataset's own storage, each with a record that is written last: the ledger. A second run
+What a worker makes is stored in the dataset's own folder, each with a record that is written last. A second run
 believes the records and does the rest. Workers may be threads, processes or other machines.
 """
 
@@ -36,24 +36,33 @@ from litgpt_demo.data import dataset, workers
 from litgpt_demo.data.corpus import kind_of, selects, token_folder
 from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, PlannedDataset, Split
 from litgpt_demo.data.fetching import local_copy
-from litgpt_demo.data.reading import Source, not_ids, refuse_lfs_pointer
+from litgpt_demo.data.reading import Source, detect_wrong_ids, refuse_lfs_pointer
 from litgpt_demo.data.shards import Shard, plan_shards
-from litgpt_demo.data.workers import SHARDS, Assignment, Encoded, Mask, StoredTokenizer, Survey, TokenPiece, Work
+from litgpt_demo.data.workers import (
+    SHARDS,
+    EncodeResult,
+    EncodeTask,
+    Mask,
+    PrepContext,
+    ShardStats,
+    StoredTokenizer,
+    TokenPiece,
+)
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
-from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, is_remote, open_storage, whole_of
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, combine_crc32c, is_remote, open_storage
+from litgpt_demo.storage.local import translate_os_errors
 
 T = TypeVar("T")
 R = TypeVar("R")
-Surveyed: TypeAlias = list[tuple[Shard, Survey]]
+Surveyed: TypeAlias = list[tuple[Shard, ShardStats]]
 
 _WIDEST_WAVE = 64  # shards surveyed at a time where max_bytes may make the next ones unnecessary
 _AT_ONCE = 4_000_000  # digests compared at a time, in about 300 MB
 _BLOCK = 1 << 20
 
 
-class MapFn(Protocol):
+class MapSteps(Protocol):
     """A way to carry out steps: `step` on every item, in any place and order; results in the order of the items.
 
     Closing the generator calls off what has not begun.
@@ -76,9 +85,9 @@ class Preparation:
     tokens: int = 0
     began: float = field(default_factory=monotonic)
 
-    def and_of(self, record: Survey | Encoded) -> Preparation:
+    def and_of(self, record: ShardStats | EncodeResult) -> Preparation:
         """The progress when this shard is done too."""
-        tokens = record.train.tokens + record.validation.tokens if isinstance(record, Encoded) else 0
+        tokens = record.train.tokens + record.validation.tokens if isinstance(record, EncodeResult) else 0
         return replace(
             self,
             documents=self.documents + record.documents,
@@ -106,27 +115,27 @@ def threads_for(root: str) -> int:
     return len(os.sched_getaffinity(0)) * (2 if is_remote(root) else 1)
 
 
-def in_threads(workers: int) -> MapFn:
+def in_threads(workers: int) -> MapSteps:
     """Steps in threads of this process."""
 
-    def each(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
+    def map_steps(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with ThreadPoolExecutor(workers) as pool:
             yield from pool.map(step, items)  # which calls off the rest when it is closed
 
-    return each
+    return map_steps
 
 
 def prepare(
-    planned: PlannedDataset, root: Storage, *, each: MapFn | None = None, report: Report = lambda progress: None
+    planned: PlannedDataset, root: Storage, *, map_steps: MapSteps | None = None, report: Report = lambda progress: None
 ) -> DatasetManifest:
     """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
 
-    `each` carries out the steps; without it, as many threads as `threads_for` says. A corpus that is empty, too small
-    or not what it says it is is a DataError; settings that do not fit, a UserError.
+    `map_steps` carries out the steps; by default as many threads as `threads_for` says. A corpus that is empty, too
+    small or not what it says it is is a DataError; settings that do not fit, a UserError.
     """
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
-    work = Work(data=planned.data, root=root.root, path=planned.path)
+    work = PrepContext(data=planned.data, root=root.root, path=planned.path)
     try:
         if (done := dataset.finished_dataset(root, planned)) is None:
             try:
@@ -135,7 +144,7 @@ def prepare(
                     make = _mixed
                 elif planned.data.corpus.is_tokenized:
                     make = _counted
-                done = make(planned, work, each or in_threads(threads_for(root.root)), report)
+                done = make(planned, work, map_steps or in_threads(threads_for(root.root)), report)
                 write_manifest(work.storage, done)
             except (TrainLitgptError, OSError):
                 # Another preparation of it may have ended meanwhile, and swept what this one had begun.
@@ -155,14 +164,14 @@ def prepare(
                 folder.rmdir()
 
 
-def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+def _prepared(planned: PlannedDataset, work: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
     sampled = partial(Preparation, phase="tokenizer")
-    tokenizer = workers.settle_tokenizer(
+    tokenizer = workers.load_or_train_tokenizer(
         planned, work, lambda count, size: report(sampled(documents=count, text_bytes=size))
     )
     for by_footer in (True, False):
-        surveyed = _survey_all(planned, work, partial(workers.survey, work, by_footer=by_footer), each, report)
-        encoded, hashing, files = list[Encoded](), list[Future[None]](), _Files(list)
+        surveyed = _survey_all(planned, work, partial(workers.survey, work, by_footer=by_footer), map_steps, report)
+        encoded, hashing, files = list[EncodeResult](), list[Future[None]](), _Files(list)
         width = np.dtype(tokenizer[0].dtype).itemsize
         most = max(1, work.data.max_file_bytes // width) * width
         progress = Preparation(phase="encode", all_bytes=sum(record.text_bytes for _, record in surveyed))
@@ -170,11 +179,11 @@ def _prepared(planned: PlannedDataset, work: Work, each: MapFn, report: Report) 
             shared = work
             if work.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
                 folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
-                shared = replace(work, handover=Path(stack.enter_context(folder)))
+                shared = replace(work, local_pieces_dir=Path(stack.enter_context(folder)))
             thread = ThreadPoolExecutor(1)
             stack.callback(thread.shutdown, cancel_futures=True)
             step = partial(workers.encode, shared)
-            for record in stack.enter_context(closing(each(step, _assignments(work, surveyed)))):
+            for record in stack.enter_context(closing(map_steps(step, _assignments(work, surveyed)))):
                 if record is None:
                     break  # there are empty documents, so that all of them have to be read to be counted
                 assert record.number == len(encoded), "results come in the order of the items"
@@ -229,8 +238,8 @@ def _total(splits: Sequence[Split], *, files: bool = False) -> Split:
     return Split(documents=sum(one.documents for one in splits), tokens=sum(one.tokens for one in splits), files=found)
 
 
-def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
-    made = [prepare(part, open_storage(work.root), each=each, report=report) for part in planned.parts]
+def _mixed(planned: PlannedDataset, work: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
+    made = [prepare(part, open_storage(work.root), map_steps=map_steps, report=report) for part in planned.parts]
     sources = list[Ingredient]()
     for source, one in zip(planned.data.mixture, made, strict=True):
         sizes = {"train": one.train.tokens, "validation": one.validation.tokens, "text_bytes": one.text_bytes}
@@ -241,7 +250,7 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
             planned = replace(planned, tokenizer=prefixed)
     return _manifest(
         planned,
-        workers.settle_tokenizer(planned, work, lambda *_: None),
+        workers.load_or_train_tokenizer(planned, work, lambda *_: None),
         corpus={source.name: one.corpus for source, one in zip(sources, made, strict=True)},
         mixture=Mixture(sources=tuple(sources), schedule=planned.data.schedule),
         # Of all or of none: a sum of some would make the text look shorter than it is.
@@ -251,7 +260,7 @@ def _mixed(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> 
     )
 
 
-def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -> DatasetManifest:
+def _counted(planned: PlannedDataset, work: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
     """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
     out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
     corpus = planned.data.corpus
@@ -264,7 +273,7 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
     step = partial(_count, work, _manifest(planned, (tokenizer, ()), **known), tokenizer.prefix)
     progress = Preparation(phase="count", all_bytes=sum(source.size for source in planned.sources))
     splits: dict[bool, list[Split]] = {True: [], False: []}
-    for source, (split, is_prefixed) in zip(planned.sources, each(step, planned.sources), strict=True):
+    for source, (split, is_prefixed) in zip(planned.sources, map_steps(step, planned.sources), strict=True):
         splits[held := selects(source.name, corpus.validation)].append(split)
         if is_prefixed and held and len(splits[True]) == 1:
             tokenizer = tokenizer.with_prefix()
@@ -274,18 +283,18 @@ def _counted(planned: PlannedDataset, work: Work, each: MapFn, report: Report) -
         )  # fmt: skip
         report(progress)
     if not elsewhere:  # nothing is copied before all of it is known to be well
-        list(each(partial(_copy, work), planned.sources))
+        list(map_steps(partial(_copy, work), planned.sources))
     train, validation = (_total(splits[held], files=True) for held in (False, True))
-    stored = workers.settle_tokenizer(replace(planned, tokenizer=tokenizer), work, lambda *_: None)
+    stored = workers.load_or_train_tokenizer(replace(planned, tokenizer=tokenizer), work, lambda *_: None)
     return _manifest(planned, stored, train=train, validation=validation, **known)
 
 
-def _copy(work: Work, source: Source) -> None:
+def _copy(work: PrepContext, source: Source) -> None:
     with local_copy(source, work.make_scratch()) as path:
         work.storage.upload(path, source.name)
 
 
-def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source: Source) -> tuple[Split, bool]:
+def _count(work: PrepContext, manifest: DatasetManifest, prefix: Sequence[int], source: Source) -> tuple[Split, bool]:
     """Return what the file holds, and whether it begins as the tokenizer's texts do, with its prefix."""
     width, where = np.dtype(manifest.dtype).itemsize, source.address
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
@@ -298,7 +307,7 @@ def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source:
     if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
         raise DataError(f"{where} has changed since it was listed; run again to list it anew")
     refuse_lfs_pointer(found.head, where)
-    if (kind := not_ids(found.head, record.size)) is not None:
+    if (kind := detect_wrong_ids(found.head, record.size)) is not None:
         raise UserError(f"{where} is {kind}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
         raise UserError(f"{where} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
@@ -316,7 +325,7 @@ def _count(work: Work, manifest: DatasetManifest, prefix: Sequence[int], source:
 
 
 def _survey_all(
-    planned: PlannedDataset, work: Work, step: Callable[[Shard], Survey], each: MapFn, report: Report
+    planned: PlannedDataset, work: PrepContext, step: Callable[[Shard], ShardStats], map_steps: MapSteps, report: Report
 ) -> Surveyed:
     """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
     shards, progress = plan_shards(work.data.corpus, planned.sources), Preparation(phase="survey")
@@ -326,7 +335,7 @@ def _survey_all(
     def surveys(chosen: Sequence[Shard]) -> Surveyed:
         nonlocal progress
         found = Surveyed()
-        for shard, record in zip(chosen, each(step, chosen), strict=True):
+        for shard, record in zip(chosen, map_steps(step, chosen), strict=True):
             assert record.number == shard.number, "results come in the order of the items"
             report(progress := progress.and_of(record))
             found.append((shard, record))
@@ -343,14 +352,14 @@ def _survey_all(
     return taken
 
 
-def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
+def _assignments(work: PrepContext, surveyed: Surveyed) -> list[EncodeTask]:
     data, surveys = work.data, [record for _, record in surveyed]
     counts = [record.documents for record in surveys]
     unique: Sequence[int | None] = [None] * len(surveys)
     if data.filters.drop_duplicates:
-        masks = _first_of_each(work.ledger, surveys)
+        masks = _first_of_each(work.progress_store, surveys)
         for record, mask in zip(surveys, masks, strict=True):
-            work.ledger.write(workers.file_name(record.number, "unique"), np.packbits(mask).tobytes())
+            work.progress_store.write(workers.file_name(record.number, "unique"), np.packbits(mask).tobytes())
         unique = counts = [int(mask.sum()) for mask in masks]
     if (count := sum(counts)) < 2:
         files, read = sum(len(shard.parts) for shard, _ in surveyed), sum(record.read_documents for record in surveys)
@@ -373,19 +382,19 @@ def _assignments(work: Work, surveyed: Surveyed) -> list[Assignment]:
             "lower it, or give more documents"
         )
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    cuts = np.searchsorted(held_out, starts)
+    bounds = np.searchsorted(held_out, starts)
     return [
-        Assignment(
+        EncodeTask(
             shard=shard,
             survey=record,
             unique=unique[i],
-            held_out=tuple((held_out[cuts[i] : cuts[i + 1]] - starts[i]).tolist()),
+            held_out=tuple((held_out[bounds[i] : bounds[i + 1]] - starts[i]).tolist()),
         )
         for i, (shard, record) in enumerate(surveyed)
     ]
 
 
-def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
+def _first_of_each(progress_store: Storage, surveys: Sequence[ShardStats]) -> list[Mask]:
     """The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory
     is bounded by that and by a byte per document."""
     starts = np.cumsum([0, *(record.documents for record in surveys)])
@@ -396,7 +405,7 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
         every_number, every_key = list[Any](), list[Any]()
         for start, record in zip(starts, surveys, strict=False):
             assert record.digests is not None
-            found = np.frombuffer(ledger.read(record.digests.path), dtype="<u8").reshape(-1, 2)
+            found = np.frombuffer(progress_store.read(record.digests.path), dtype="<u8").reshape(-1, 2)
             mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
             every_number.append(mine + start)
             every_key.append(found[mine])
@@ -413,7 +422,7 @@ def _first_of_each(ledger: Storage, surveys: Sequence[Survey]) -> list[Mask]:
 _Files: TypeAlias = defaultdict[str, list[tuple[list[FileRecord], Any]]]
 
 
-def _hash(work: Work, record: Encoded, into: _Files, most: int) -> None:
+def _hash(work: PrepContext, record: EncodeResult, into: _Files, most: int) -> None:
     """Take the sha256 of the splits' files on by a shard's pieces, while later ones are still being encoded.
 
     It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
@@ -421,13 +430,13 @@ def _hash(work: Work, record: Encoded, into: _Files, most: int) -> None:
     would make a file larger than `most` bytes is cut: shards, and so pieces, differ between a corpus on this machine
     and the same one in a bucket, and the files must not.
     """
-    ledger, folder = work.ledger, work.handover
+    progress_store, folder = work.progress_store, work.local_pieces_dir
     for split, piece in (("train", record.train.file), ("val", record.validation.file)):
         if piece is None:
             continue
-        path = Path(ledger.address(piece.path)) if folder is None else folder / piece.path
+        path = Path(progress_store.address(piece.path)) if folder is None else folder / piece.path
         if folder is not None:
-            ledger.download(piece.path, path)  # only compares checksums where a worker left the piece
+            progress_store.download(piece.path, path)  # only compares checksums where a worker left the piece
         files, parts = into[split], list[FileRecord]()
         room = most - sum(before.size for before in files[-1][0]) if files else 0
         with path.open("rb") as content:
@@ -441,23 +450,23 @@ def _hash(work: Work, record: Encoded, into: _Files, most: int) -> None:
                     content.seek(start)
                     for at in range(start, end, _BLOCK):
                         hashed.update(content.read(min(_BLOCK, end - at)))
-        _require_whole(ledger, ObjectInfo(piece.path, piece.size, piece.crc32c), parts)
+        _require_whole(progress_store, ObjectInfo(piece.path, piece.size, piece.crc32c), parts)
         if folder is not None:
             path.unlink()
 
 
-def _cut(work: Work, path: Path, start: int, end: int) -> FileRecord:
-    """Put the bytes [start, end) of a piece into the ledger, as a piece of their own."""
+def _cut(work: PrepContext, path: Path, start: int, end: int) -> FileRecord:
+    """Put the bytes [start, end) of a piece into the progress store, as a piece of their own."""
     with TemporaryDirectory(dir=work.make_scratch(), prefix="cut-", ignore_cleanup_errors=True) as folder:
         part = Path(folder, f"{path.name}.{start}")
-        with explaining(str(part), needed=end - start), path.open("rb") as content, part.open("wb") as file:
+        with translate_os_errors(str(part), needed=end - start), path.open("rb") as content, part.open("wb") as file:
             content.seek(start)
             for at in range(start, end, _BLOCK):
                 file.write(content.read(min(_BLOCK, end - at)))
-        return FileRecord.of(work.ledger.upload(part, part.name, move=True))
+        return FileRecord.of(work.progress_store.upload(part, part.name, move=True))
 
 
-def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
+def _joined(work: PrepContext, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
     """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
     files, records = of_splits[name] or [([], sha256())], list[FileRecord]()
     for number, (parts, hashed) in enumerate(files):
@@ -470,7 +479,7 @@ def _joined(work: Work, name: str, pieces: Sequence[TokenPiece], of_splits: _Fil
 
 
 def _require_whole(storage: Storage, stored: ObjectInfo, parts: Sequence[FileRecord]) -> None:
-    expected = whole_of(stored.path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
+    expected = combine_crc32c(stored.path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
     if stored != expected:
         raise DataError(
             f"{storage.address(stored.path)} has crc32c {stored.crc32c}, its {len(parts)} pieces combine to "

@@ -29,7 +29,7 @@ import psutil
 
 from litgpt_demo.config import Corpus
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +64,7 @@ class Source:
     """Where a local one is opened: what is no UTF-8 in its path is escaped (`\\xe9`) in address and name."""
 
 
-class Layout(NamedTuple):
+class FileFormat(NamedTuple):
     """How documents lie in the files of a corpus."""
 
     format: Literal["auto"] | Format = "auto"
@@ -72,7 +72,7 @@ class Layout(NamedTuple):
     separator: str | None = None
 
     @classmethod
-    def of(cls, corpus: Corpus) -> Layout:
+    def of(cls, corpus: Corpus) -> FileFormat:
         return cls(**corpus.model_dump(include={*cls._fields}))
 
     def format_of(self, name: str) -> Format:
@@ -115,7 +115,7 @@ class Batch:
 
 
 def read(
-    path: Path, source: Source, layout: Layout, start: int = 0, end: int | None = None, *, scratch: Path, most: int
+    path: Path, source: Source, layout: FileFormat, start: int = 0, end: int | None = None, *, scratch: Path, most: int
 ) -> Iterator[Batch]:
     """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others. A
     document of more than `most` bytes is a bad one."""
@@ -125,7 +125,7 @@ def read(
             yield from _parquet_texts(plain, source, layout.column, start, end, most)
         return
     with opened(path, source) as stream:
-        if not start and (what := foreign(stream.peek(HEAD))):
+        if not start and (what := detect_wrong_format(stream.peek(HEAD))):
             yield _only(_bad(source, 0, "byte 0", DataError(f"is {what}")))
             return
         begun = start
@@ -143,7 +143,7 @@ def read(
                 _only(_bad(source, 0, f"byte {byte}", _too_long(most)))
                 if texts is None
                 else _text_batch(texts, byte, len(separator), source, most)
-                for byte, texts in _runs(stream, separator, begun, end, most)
+                for byte, texts in _iter_records(stream, separator, begun, end, most)
             )
         for number, batch in enumerate(batches):
             if layout.format == "auto" and start == number == 0:
@@ -151,7 +151,7 @@ def read(
             yield batch
 
 
-def cuts(path: Path, source: Source, layout: Layout, target: int) -> Iterator[tuple[int, int]]:
+def split_points(path: Path, source: Source, layout: FileFormat, target: int) -> Iterator[tuple[int, int]]:
     """The places where a file is cut, about every `target` stored bytes: each a row group or byte, and the number of
     stored bytes before it. Between row groups or documents; a compressed file or one document is not cut."""
     separator = layout.separator_of(source.name)
@@ -167,7 +167,7 @@ def cuts(path: Path, source: Source, layout: Layout, target: int) -> Iterator[tu
                 total += group.total_compressed_size
         return
     with path.open("rb") as file:
-        if separator is None or foreign(file.read(HEAD)):
+        if separator is None or detect_wrong_format(file.read(HEAD)):
             return
         # A cut is behind a separator that a scan from the file's start is sure to find. One that can overlap itself is
         # found wherever no other begins less than its length before: in `a\n\n\n\n` a scan for `\n\n` finds the first
@@ -233,7 +233,7 @@ _FOREIGN = {
     b"\xfe\xff": _UTF16,
 }
 HEAD = 512
-"""Bytes that `foreign` looks at."""
+"""Bytes that `detect_wrong_format` looks at."""
 
 # The same for files of ids, which have no header. llm.c and modded-nanogpt: dev/data/data_common.py of karpathy/llm.c.
 _WITH_HEADER = {
@@ -271,7 +271,7 @@ def compression_of(path: Path, source: Source) -> Compression | None:
     return next((one for one in _COMPRESSIONS if re.match(one.magic, head)), next(named, None))
 
 
-def foreign(head: bytes) -> str | None:
+def detect_wrong_format(head: bytes) -> str | None:
     """What a file with these first bytes is instead of text, and what to do about it."""
     if head.startswith(b"ustar", 257):
         return "a tar archive; unpack it"
@@ -281,7 +281,7 @@ def foreign(head: bytes) -> str | None:
     return next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
 
 
-def not_ids(head: bytes, size: int) -> str | None:
+def detect_wrong_ids(head: bytes, size: int) -> str | None:
     """Return what a file of `size` bytes with these first ones is instead of flat token ids."""
     known = {magic: what for magic, what in _FOREIGN.items() if what != _UTF16}  # two bytes may be an id
     known |= {magic: f"a file {what}" for magic, what in _WITH_HEADER.items()}
@@ -323,12 +323,16 @@ def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
     if compression_of(path, source) is None:
         yield path
         return
-    with explaining(str(scratch)):
+    with translate_os_errors(str(scratch)):
         scratch.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix="corpus-", dir=scratch)
     with folder as name:  # more is needed than the size, but who knows how much
         plain, written, most = Path(name, "decompressed"), 0, SLACK + MOST_RATIO * path.stat().st_size
-        with explaining(str(scratch), needed=source.size), opened(path, source) as stream, plain.open("wb") as file:
+        with (
+            translate_os_errors(str(scratch), needed=source.size),
+            opened(path, source) as stream,
+            plain.open("wb") as file,
+        ):
             while block := stream.read(CHUNK):
                 written += len(block)
                 if written > most:
@@ -484,7 +488,7 @@ def _require_text(texts: pa.LargeStringArray, source: Source) -> None:
         )
 
 
-def _runs(
+def _iter_records(
     stream: io.BufferedReader, separator: bytes, start: int, end: int | None, most: int
 ) -> Iterator[tuple[int, list[bytes] | None]]:
     """bytes.split over bytes [start, end) of a stream, which stands at `start`: a chunk's pieces at a time, each time
@@ -544,7 +548,7 @@ def _json_lines(
         return count
 
     done = 0
-    for _, lines in _runs(stream, b"\n", begun, end, most):
+    for _, lines in _iter_records(stream, b"\n", begun, end, most):
         first, done = done, done + (1 if lines is None else len(lines))
         if lines is None:
             yield _only(_bad(source, 0, f"line {lines_before() + done}", _too_long(most)))

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING
 
 from litgpt_demo.config import Corpus, DataConfig
 from litgpt_demo.data.fetching import local_copy
-from litgpt_demo.data.reading import BadDocument, Batch, Layout, Source, compression_of, cuts, opened, read, row_groups
+from litgpt_demo.data.reading import (
+    BadDocument,
+    Batch,
+    FileFormat,
+    Source,
+    compression_of,
+    opened,
+    read,
+    row_groups,
+    split_points,
+)
 from litgpt_demo.errors import DataError, Finding, TrainLitgptError, UserError
 
 if TYPE_CHECKING:
@@ -57,12 +67,12 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
     Small files share a shard. Large local ones are cut, if they are not compressed, between row groups or documents.
     """
     wanted = target or min(_LARGEST, max(_SMALLEST, sum(source.size for source in sources) // _SHARDS))
-    layout, shards, room = Layout.of(corpus), list[list[Part]](), 0
+    layout, shards, room = FileFormat.of(corpus), list[list[Part]](), 0
     for source in sources:
         ends: list[tuple[int | None, int]] = [(None, source.size)]
         if source.size > wanted and source.file is not None:
             with suppress(DataError, UserError, FileNotFoundError):  # its reader says so, and where
-                ends = [*cuts(source.file, source, layout, wanted), *ends]
+                ends = [*split_points(source.file, source, layout, wanted), *ends]
         start = begin = 0
         for end, finish in ends:
             if not shards or finish - begin > room:
@@ -91,19 +101,19 @@ def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]
         return Batch(texts=texts, bad=tuple(bad))
 
     # As many documents at a time as fit BATCH_BYTES, or a single larger one.
-    layout, most, left = Layout.of(data.corpus), data.max_document_bytes, shard.limit
+    layout, most, left = FileFormat.of(data.corpus), data.max_document_bytes, shard.limit
     held, size = list[Batch](), 0
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
             for batch in read(path, part.source, layout, part.start, part.end, scratch=scratch, most=most):
                 if left is not None:
-                    end, text = _reaching(batch.texts, left)
+                    end, text = take_until_bytes(batch.texts, left)
                     batch, left = batch.slice(0, end), left - text
                 if batch.bad and data.on_bad_document == "fail":
                     raise batch.bad[0].error
                 start = 0
                 while start < len(batch.texts):
-                    count, more = _reaching(batch.texts.slice(start), BATCH_BYTES)
+                    count, more = take_until_bytes(batch.texts.slice(start), BATCH_BYTES)
                     if held and size + more > BATCH_BYTES:
                         yield gathered()
                         held, size = [], 0
@@ -118,7 +128,7 @@ def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]
         yield gathered()
 
 
-def _reaching(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
+def take_until_bytes(texts: pa.LargeStringArray, limit: int) -> tuple[int, int]:
     """Return how many of the texts have `limit` bytes in total, or all of them, and how many bytes those have."""
     import numpy as np
     import pyarrow.compute as pc
@@ -142,7 +152,7 @@ def documents(
             if skipped is not None:
                 skipped += batch.bad
             yield from filter(None, batch.texts.to_pylist())
-            if left is not None and (left := left - _reaching(batch.texts, left)[1]) <= 0:
+            if left is not None and (left := left - take_until_bytes(batch.texts, left)[1]) <= 0:
                 return
 
 
@@ -151,7 +161,7 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
 
     None where nothing but reading tells: other formats, compressed files, nulls, a limit.
     """
-    layout = Layout.of(corpus)
+    layout = FileFormat.of(corpus)
     if shard.limit is not None or any(layout.format_of(part.source.name) != "parquet" for part in shard.parts):
         return None
     documents = size = 0
@@ -173,7 +183,7 @@ def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Find
 
     Looks at the first LOOKED_AT bytes, up to the first file that is not on this machine and has more.
     """
-    layout, texts, left = Layout.of(corpus), list[bytes](), LOOKED_AT
+    layout, texts, left = FileFormat.of(corpus), list[bytes](), LOOKED_AT
     if (separator := layout.separator) is None:
         return
     with TemporaryDirectory(prefix="train-litgpt-") as scratch, suppress(TrainLitgptError, OSError):  # its reader tells

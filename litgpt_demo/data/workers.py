@@ -1,4 +1,4 @@
-"""What workers do for a preparation: they survey each shard and encode it. And the ledger of what is done."""
+"""What workers do for a preparation: they survey each shard and encode it. And the progress store of what is done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tok
 from litgpt_demo.documents import FileRecord, parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, is_remote, open_storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.storage.private import make_temporary, own_temporary
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -46,14 +46,14 @@ _WAITING = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class PrepContext:
     """The knowledge of every worker of a preparation. It travels to other processes and machines."""
 
     data: DataConfig
     root: str
     path: str
     """Of the dataset, below the root."""
-    handover: Path | None = None
+    local_pieces_dir: Path | None = None
     """The folder where workers leave the pieces that they put in a bucket, to be hashed; on a worker of another machine
     there is no such folder. None for a local root, where the pieces themselves can be read."""
 
@@ -63,7 +63,7 @@ class Work:
         return open_storage(self.root).within(self.path)
 
     @property
-    def ledger(self) -> Storage:
+    def progress_store(self) -> Storage:
         """The folder of the pieces and their records, whose checksums are compared before they are believed."""
         return replace(self.storage.within(SHARDS), durable=False)
 
@@ -80,13 +80,13 @@ class Work:
         """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
         if is_remote(self.root):
             return make_temporary(self.scratch.name)
-        with explaining(str(self.scratch)):
+        with translate_os_errors(str(self.scratch)):
             self.scratch.mkdir(parents=True, exist_ok=True)
         return self.scratch
 
 
 class ShardRecord(Settings):
-    """An entry of the ledger: what was made of a shard. Written when all of it is there."""
+    """An entry of the progress store: what was made of a shard. Written when all of it is there."""
 
     number: int
     shard: str
@@ -96,7 +96,7 @@ class ShardRecord(Settings):
     """UTF-8 bytes of those documents."""
 
 
-class Survey(ShardRecord):
+class ShardStats(ShardRecord):
     """The content of a shard: `documents` are those that pass the filters."""
 
     read: bool = True
@@ -123,7 +123,7 @@ class TokenPiece(Settings):
     """None where there are none."""
 
 
-class Encoded(ShardRecord):
+class EncodeResult(ShardRecord):
     """A shard's tokens."""
 
     assignment: str
@@ -134,7 +134,7 @@ class Encoded(ShardRecord):
     """The lengths, as in DatasetManifest.document_lengths."""
 
 
-Record = TypeVar("Record", Survey, Encoded)
+Record = TypeVar("Record", ShardStats, EncodeResult)
 
 
 def file_name(number: int, suffix: str) -> str:
@@ -147,32 +147,34 @@ def _digest_of(shard: Shard) -> str:
     return key_of(shard.number, shard.limit, *parts)
 
 
-def _recorded(work: Work, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    ledger = work.ledger
+def _recorded(work: PrepContext, name: str, kind: type[Record], shard: Shard) -> Record | None:
+    progress_store = work.progress_store
     try:
-        record = parse_json(ledger.read(name), kind, where=ledger.address(name), fix="it is made anew")
-        if isinstance(record, Survey):
+        record = parse_json(progress_store.read(name), kind, where=progress_store.address(name), fix="it is made anew")
+        if isinstance(record, ShardStats):
             files = (record.kept, record.digests)
         else:
             files = (record.train.file, record.validation.file)
-        intact = all(file is None or FileRecord.of(ledger.stat(file.path)) == file for file in files)
+        intact = all(file is None or FileRecord.of(progress_store.stat(file.path)) == file for file in files)
     except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
         return None
     return record if intact and record.shard == _digest_of(shard) else None
 
 
-def _note(work: Work, name: str, record: Settings) -> None:
+def _note(work: PrepContext, name: str, record: Settings) -> None:
     """Note something as done: whatever it names must be there already."""
     content = record.model_dump_json().encode()
-    if not work.ledger.create(name, content):  # the usual case, and in a bucket one request where `write` makes two
-        work.ledger.write(name, content)
+    if not work.progress_store.create(
+        name, content
+    ):  # the usual case, and in a bucket one request where `write` makes two
+        work.progress_store.write(name, content)
 
 
 _TOKENIZER = "tokenizer.json"
 
 
 class TokenizerRecord(Settings):
-    """The ledger's entry for the tokenizer."""
+    """The progress store's entry for the tokenizer."""
 
     files: tuple[FileRecord, ...]
 
@@ -180,7 +182,9 @@ class TokenizerRecord(Settings):
 StoredTokenizer: TypeAlias = tuple[TokenizerFiles, tuple[FileRecord, ...]]
 
 
-def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int, int], None]) -> StoredTokenizer:
+def load_or_train_tokenizer(
+    planned: PlannedDataset, work: PrepContext, report: Callable[[int, int], None]
+) -> StoredTokenizer:
     """Put the tokenizer in its place; one that is to be trained on the corpus is trained by the first run only."""
     data, tokenizer = planned.data, planned.tokenizer
     if tokenizer is None:
@@ -202,10 +206,13 @@ def settle_tokenizer(planned: PlannedDataset, work: Work, report: Callable[[int,
     return tokenizer, files
 
 
-def _stored_tokenizer(work: Work) -> StoredTokenizer:
-    storage, where = work.storage, work.ledger.address(_TOKENIZER)
-    fix = f"remove {work.ledger.address()} and prepare again"
-    record, files = parse_json(work.ledger.read(_TOKENIZER), TokenizerRecord, where=where, fix=fix), dict[str, bytes]()
+def _stored_tokenizer(work: PrepContext) -> StoredTokenizer:
+    storage, where = work.storage, work.progress_store.address(_TOKENIZER)
+    fix = f"remove {work.progress_store.address()} and prepare again"
+    record, files = (
+        parse_json(work.progress_store.read(_TOKENIZER), TokenizerRecord, where=where, fix=fix),
+        dict[str, bytes](),
+    )
     for file in record.files:
         content = files[file.path.partition("/")[2]] = storage.read(file.path)
         if sha256(content).hexdigest() != file.sha256:
@@ -224,7 +231,7 @@ _encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address
 _one_at_a_time = Lock()  # with functools.cache two threads would make the same one
 
 
-def _encoder_of(work: Work) -> Encoder:
+def _encoder_of(work: PrepContext) -> Encoder:
     address = work.storage.address()
     with _one_at_a_time:
         if address not in _encoders:
@@ -232,21 +239,21 @@ def _encoder_of(work: Work) -> Encoder:
         return _encoders[address]
 
 
-def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
+def survey(work: PrepContext, shard: Shard, *, by_footer: bool = True) -> ShardStats:
     """See which documents of a shard stay, and write that down; a step for workers.
 
     With `by_footer` nothing is read where only empty documents can be left out: hardly any corpus has those, so assume
     none.
     """
     name, data, scratch = file_name(shard.number, "survey.json"), work.data, work.make_scratch()
-    if (done := _recorded(work, name, Survey, shard)) is not None:
+    if (done := _recorded(work, name, ShardStats, shard)) is not None:
         return done
     if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
         counted = documents_by_footer(data.corpus, shard, scratch=scratch)
         if counted is not None:
             _free_copies(work, shard)
             count, size = counted
-            return Survey(
+            return ShardStats(
                 number=shard.number, shard=_digest_of(shard), documents=count, text_bytes=size, read=False,
                 read_documents=count, read_bytes=size, dropped={},
             )  # fmt: skip
@@ -267,9 +274,9 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
     mask = np.concatenate(masks)
 
     def stored(suffix: str, content: bytes) -> FileRecord:
-        return FileRecord.of(work.ledger.write(file_name(shard.number, suffix), content))
+        return FileRecord.of(work.progress_store.write(file_name(shard.number, suffix), content))
 
-    record = Survey(
+    record = ShardStats(
         number=shard.number,
         shard=_digest_of(shard),
         documents=int(mask.sum()),
@@ -287,7 +294,7 @@ def survey(work: Work, shard: Shard, *, by_footer: bool = True) -> Survey:
     return record
 
 
-def _free_copies(work: Work, shard: Shard) -> None:
+def _free_copies(work: PrepContext, shard: Shard) -> None:
     """Remove what was fetched for a shard's survey, unless there is much room: encoding has to fetch it again then.
 
     Together the copies are the whole corpus, and the temporary folder may be memory."""
@@ -358,11 +365,11 @@ def _letters_and_spaces() -> tuple[Mask, Mask]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assignment:
+class EncodeTask:
     """A shard to encode."""
 
     shard: Shard
-    survey: Survey
+    survey: ShardStats
     unique: int | None
     """The number of surveyed documents that are not duplicates; None where duplicates stay."""
     held_out: tuple[int, ...]
@@ -373,32 +380,32 @@ class Assignment:
         survey = self.survey
         return key_of(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
 
-    def staying(self, ledger: Storage) -> Mask:
+    def keep_mask(self, progress_store: Storage) -> Mask:
         """Say of every document, as it is read, whether it is encoded."""
 
         def mask(file: str, count: int) -> Mask:
-            return np.unpackbits(np.frombuffer(ledger.read(file), dtype=np.uint8), count=count).astype(bool)
+            return np.unpackbits(np.frombuffer(progress_store.read(file), dtype=np.uint8), count=count).astype(bool)
 
         survey = self.survey
-        staying = np.ones(survey.read_documents, dtype=bool)
+        keep_mask = np.ones(survey.read_documents, dtype=bool)
         if survey.kept is not None:
-            staying = mask(survey.kept.path, survey.read_documents)
+            keep_mask = mask(survey.kept.path, survey.read_documents)
         if self.unique is not None:
-            staying[staying] = mask(file_name(survey.number, "unique"), survey.documents)
-        return staying
+            keep_mask[keep_mask] = mask(file_name(survey.number, "unique"), survey.documents)
+        return keep_mask
 
 
-def encode(work: Work, assignment: Assignment) -> Encoded | None:
+def encode(work: PrepContext, assignment: EncodeTask) -> EncodeResult | None:
     """Write a shard's two pieces of tokens, then their record; a step for workers.
 
     None if the shard was not read before and has empty documents: they were counted.
     """
     shard, name = assignment.shard, file_name(assignment.shard.number, "json")
-    done = _recorded(work, name, Encoded, shard)
+    done = _recorded(work, name, EncodeResult, shard)
     if done is not None and done.assignment == assignment.digest:
         return done
-    encoder, staying = _encoder_of(work), assignment.staying(work.ledger)
-    held_out = np.zeros(int(staying.sum()), dtype=bool)
+    encoder, keep_mask = _encoder_of(work), assignment.keep_mask(work.progress_store)
+    held_out = np.zeros(int(keep_mask.sum()), dtype=bool)
     held_out[list(assignment.held_out)] = True
     histogram, read, encoded, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
     with TemporaryDirectory(dir=work.make_scratch(), prefix="tokens-", ignore_cleanup_errors=True) as folder:
@@ -409,9 +416,9 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
         )
         for batch in read_shard(work.data, shard, work.scratch):
             read += len(batch.texts)
-            if read > len(staying):
+            if read > len(keep_mask):
                 break
-            mask = staying[read - len(batch.texts) : read]
+            mask = keep_mask[read - len(batch.texts) : read]
             texts = batch.texts if mask.all() else batch.texts.filter(mask)
             sizes = byte_lengths(texts)
             if not sizes.all() and not assignment.survey.read:
@@ -428,10 +435,10 @@ def encode(work: Work, assignment: Assignment) -> Encoded | None:
             histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
             text_bytes += int(sizes.sum())
             encoded += len(texts)
-        if read != len(staying):
+        if read != len(keep_mask):
             names = ", ".join(part.source.address for part in shard.parts[:3])
-            raise DataError(f"{names}: not the {len(staying)} documents of before; something changes them, run again")
-        record = Encoded(
+            raise DataError(f"{names}: not the {len(keep_mask)} documents of before; something changes them, run again")
+        record = EncodeResult(
             number=shard.number,
             shard=_digest_of(shard),
             assignment=assignment.digest,
@@ -453,20 +460,20 @@ class _Piece:
     tokens: int = 0
 
     def write(self, ids: Ids, documents: int) -> None:
-        with explaining(str(self.path), needed=ids.nbytes), self.path.open("ab") as file:
+        with translate_os_errors(str(self.path), needed=ids.nbytes), self.path.open("ab") as file:
             file.write(ids.data)
         self.tokens += len(ids)
         self.documents += documents
 
 
-def _stored(work: Work, piece: _Piece) -> TokenPiece:
+def _stored(work: PrepContext, piece: _Piece) -> TokenPiece:
     """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
     if not piece.tokens:
         return TokenPiece(documents=0, tokens=0, file=None)
-    folder = work.handover
+    folder = work.local_pieces_dir
     if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
         folder = None
-    stored = work.ledger.upload(piece.path, piece.path.name, move=folder is None)
+    stored = work.progress_store.upload(piece.path, piece.path.name, move=folder is None)
     if folder is not None:
         piece.path.replace(folder / piece.path.name)
     return TokenPiece(documents=piece.documents, tokens=piece.tokens, file=FileRecord.of(stored))

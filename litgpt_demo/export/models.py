@@ -35,7 +35,7 @@ from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.parent import follow_parent, report_progress
 from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reading import files_of_weights
@@ -134,12 +134,12 @@ def _workplace(run: Storage) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="litgpt-collect-", dir=os.environ.get(NODE_DIRECTORY)) as folder:
             yield Path(folder)
         return
-    with explaining(run.root):
+    with translate_os_errors(run.root):
         lock = os.open(run.root, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         shutil.rmtree(scratch, ignore_errors=True)
-        with explaining(str(scratch)):
+        with translate_os_errors(str(scratch)):
             scratch.mkdir(parents=True)
         yield scratch
     finally:

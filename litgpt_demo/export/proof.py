@@ -23,7 +23,7 @@ from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import validation_sources
-from litgpt_demo.data.dataset import Windows
+from litgpt_demo.data.dataset import TokenDataset
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
 from litgpt_demo.metrics import perplexity
@@ -46,7 +46,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 16, 96
 _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
-def probe_of(validation: Windows, window: int | None) -> Tensor:
+def probe_of(validation: TokenDataset, window: int | None) -> Tensor:
     """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it.
 
     Where attention has a sliding window, it is one sample that leaves the window behind, if the model's are so long.
@@ -122,7 +122,12 @@ class Texts:
 
 @torch.no_grad()
 def opened_by_litgpt(
-    folder: Path, own: Tensor, texts: Texts, validation: Windows, spec: TrainingSpec, checkpoint: CheckpointManifest
+    folder: Path,
+    own: Tensor,
+    texts: Texts,
+    validation: TokenDataset,
+    spec: TrainingSpec,
+    checkpoint: CheckpointManifest,
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 

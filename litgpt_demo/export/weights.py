@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from litgpt_demo.models.huggingface import Rename, Tensors
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training.reading import WEIGHTS, load_weights, read_index
 
 # Hugging Face's own limit: a file of this size can be fetched again when a download is cut short.
@@ -60,7 +60,7 @@ class Weights:
 
 def write_litgpt(weights: Weights, path: Path) -> None:
     """Write what `torch.load` reads as a state dict."""
-    with explaining(str(path), needed=weights.size), incremental_save(path) as saver:
+    with translate_os_errors(str(path), needed=weights.size), incremental_save(path) as saver:
         tensors = (named for names in weights.blocks for named in weights.read(names).items())
         saver.save({name: saver.store_early(tensor) for name, tensor in tensors})
 
@@ -91,7 +91,7 @@ def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
             header[out] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that what follows is aligned
-        with explaining(str(folder / name), needed=end), (folder / name).open("wb") as file:
+        with translate_os_errors(str(folder / name), needed=end), (folder / name).open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for names, forms in blocks:
                 for out, tensor in rename(weights.read(names)).items():

@@ -22,7 +22,7 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import to_log_line
 from litgpt_demo.node.gate import PLACE, RESULT, NodePair, Result, Speed
 from litgpt_demo.node.rendezvous import machine_name
-from litgpt_demo.storage.local import write_whole
+from litgpt_demo.storage.local import atomic_write_json
 
 # Bytes. A GiB is where published figures are taken; gloo gains nothing beyond some MiB.
 _SMALLEST, _LARGEST = 2**20, {"cuda": 2**30, "cpu": 2**26}
@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
             heart.beat(1, "measuring the network")
             result = ranks.measure(floor=asked.floor, table=asked.table)
             if ranks.rank % ranks.per_node == 0 and (folder := os.environ.get(NODE_DIRECTORY)):
-                write_whole(Path(folder) / RESULT, result.document())
+                atomic_write_json(Path(folder) / RESULT, result.document())
             if ranks.rank == 0:
                 print(to_log_line(result.row()), flush=True)
             dist.barrier()

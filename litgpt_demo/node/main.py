@@ -32,7 +32,7 @@ from litgpt_demo.node.gate import MEASURED, PLACE, RESULT, measured, place_of, r
 from litgpt_demo.node.logs import tee, uploaded
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack
 from litgpt_demo.secrets import Cleaner
-from litgpt_demo.storage.local import reserve, write_whole
+from litgpt_demo.storage.local import atomic_write_json, preallocate
 
 # What torchrun gives to each of its ranks. Of a platform's own, RANK and WORLD_SIZE count nodes and not processes.
 _OF_RANKS = frozenset(
@@ -83,7 +83,7 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
     """Everything from the checks to the report, which will lie at `path`."""
     leave, stack, code, place = Leave(), contextlib.ExitStack(), node.own / "code", node.node_rank
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
-        reserve(path)
+        preallocate(path)
     pass_signals_on(leave, grace=node.grace)
     try:
         found = [*check_call(node), *contradictions(node, os.environ)]
@@ -155,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
         outcome = Cleaner()(outcome)  # a rank may have raised an error with a secret in its text
         outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}
         with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
-            write_whole(path, outcome)
+            atomic_write_json(path, outcome)
         if outcome["fault"]:
             code, fault = outcome["exit_code"], outcome["fault"]
             print(f"node {number} ends with {code} ({fault}): {outcome['message']}", flush=True)

@@ -22,7 +22,7 @@ from litgpt_demo.errors import FailureClass, NetworkError
 from litgpt_demo.node.code import CODE
 from litgpt_demo.node.logs import drop_what_does_not_fit
 from litgpt_demo.secrets import is_loopback
-from litgpt_demo.storage.local import NO_ROOM, write_whole
+from litgpt_demo.storage.local import NO_ROOM, atomic_write_json
 
 # Seconds from SIGTERM to SIGKILL for the peers of a failed rank on its node. They wait for it in a collective that can
 # never end, so there is nothing that more time would save.
@@ -61,14 +61,14 @@ def main(argv: Sequence[str]) -> int:
             for one in failed.failures.values()
         ]
         try:
-            write_whole(failures, {"ranks": ranks})
+            atomic_write_json(failures, {"ranks": ranks})
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise
             return FailureClass.DISK_FULL.exit_code
         return 1
     except Exception as error:
-        write_whole(failures, {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
+        atomic_write_json(failures, {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
         if isinstance(error, SignalException):  # where torchrun was when it was asked to leave is no news
             return 1
         raise

@@ -13,13 +13,13 @@ from pathlib import Path
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage.base import MANIFEST as MANIFEST
 from litgpt_demo.storage.base import ObjectInfo as ObjectInfo
-from litgpt_demo.storage.base import Position as Position
+from litgpt_demo.storage.base import ReadCursor as ReadCursor
 from litgpt_demo.storage.base import Storage as Storage
 from litgpt_demo.storage.base import bucket_path as bucket_path
+from litgpt_demo.storage.base import combine_crc32c as combine_crc32c
 from litgpt_demo.storage.base import crc32c_of as crc32c_of
 from litgpt_demo.storage.base import is_remote as is_remote
 from litgpt_demo.storage.base import sha256_of as sha256_of
-from litgpt_demo.storage.base import whole_of as whole_of
 from litgpt_demo.storage.bucket import BucketStorage as BucketStorage
 from litgpt_demo.storage.local import LocalStorage as LocalStorage
 

@@ -51,15 +51,15 @@ Inventory: TypeAlias = list[ObjectInfo]
 
 
 @dataclass(frozen=True)
-class Position:
+class ReadCursor:
     """A place in a file that grows, up to which it has been read: the bytes before it, and their checksum."""
 
     size: int = 0
     crc32c: str = EMPTY
 
-    def after(self, data: bytes) -> Position:
+    def after(self, data: bytes) -> ReadCursor:
         """The place behind `data`, which begins here."""
-        return Position(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
+        return ReadCursor(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Storage(ABC):
         """The whole content; where it has more than `most` bytes, none of them is read (TooLarge)."""
 
     @abstractmethod
-    def read_on(self, path: str, position: Position, *, most: int = MOST_READ) -> tuple[Position, bytes]:
+    def read_from(self, path: str, position: ReadCursor, *, most: int = MOST_READ) -> tuple[ReadCursor, bytes]:
         """Return the bytes behind `position`, and where they begin: there, or at 0 if the file is another one by now.
 
         No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
@@ -207,7 +207,7 @@ def clean_file(path: str) -> str:
     return file
 
 
-def removable(path: str) -> str:
+def checked_remove_path(path: str) -> str:
     """`path`, if it is spelt as our own code spells the files and folders that it makes, else UserError.
 
     A name that is empty, or ends with a slash, was made of something that is no file of ours; what it would remove is
@@ -259,7 +259,7 @@ def copy_with_crc(source: BinaryIO, sink: BinaryIO | None = None) -> tuple[int, 
     return size, f"{crc32c:08x}"
 
 
-def whole_of(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
+def combine_crc32c(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
     """Size and checksum of `parts` behind one another, from theirs alone.
 
     A crc is a remainder of polynomials over GF(2): to put `size` bytes behind a text is to multiply its remainder by

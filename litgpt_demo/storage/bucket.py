@@ -22,8 +22,8 @@ from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
 from litgpt_demo.errors import DataError, NetworkError, Unreachable, UserError, one_line
 from litgpt_demo.secrets import translating
 from litgpt_demo.storage import base
-from litgpt_demo.storage.base import SCHEME, Inventory, Names, ObjectInfo, Position, Storage
-from litgpt_demo.storage.local import explaining, replacing
+from litgpt_demo.storage.base import SCHEME, Inventory, Names, ObjectInfo, ReadCursor, Storage
+from litgpt_demo.storage.local import atomic_write, translate_os_errors
 
 T = TypeVar("T")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
@@ -37,7 +37,7 @@ _TRIES = 5
 _SLOWEST = 10e6  # bytes/s that a download may fall to and still be resumed
 # 400 is GCS's answer to bytes that do not fit their checksum; 404 and 410: an upload session or a generation is gone;
 # 412: the object was replaced, perhaps by our own request, whose answer was lost.
-_UNSETTLED = {400, 404, 410, 412}
+_RETRYABLE = {400, 404, 410, 412}
 _CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads than that shake hands for every request
 _JOINED_AT_ONCE = 32  # https://cloud.google.com/storage/docs/composite-objects
 
@@ -45,11 +45,11 @@ _seen: set[tuple[int, str | None, str]] = set()
 """Buckets that this process has found to be there, each with its `_connection`."""
 
 
-class UnsettledError(Exception):
+class RetryableError(Exception):
     """An attempt ended without our knowing that it did what it should: look at the object and try again."""
 
 
-def _settled(role: str) -> Callable[[Verb], Verb]:
+def _retrying(role: str) -> Callable[[Verb], Verb]:
     def decorated(attempt: Verb) -> Verb:
         @wraps(attempt)
         def verb(self: BucketStorage, *given: Any, **named: Any) -> Any:
@@ -79,7 +79,7 @@ class BucketStorage(Storage):
     def list(self, prefix: str = "") -> Names:
         return [stored.path for stored in self.inventory(prefix)]
 
-    @_settled(_VIEWER)
+    @_retrying(_VIEWER)
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
         # Whatever is not spelt as we spell paths is left out: folder markers (`a/`; the folder's own has the empty path
         # here) and names like `a//b`.
@@ -90,21 +90,21 @@ class BucketStorage(Storage):
         ]
         return sorted(ours, key=lambda stored: stored.path)
 
-    @_settled(_VIEWER)
+    @_retrying(_VIEWER)
     def exists(self, path: str) -> bool:
-        return self._look(self._file(path)) is not None
+        return self._head(self._file(path)) is not None
 
-    @_settled(_VIEWER)
+    @_retrying(_VIEWER)
     def read(self, path: str, *, most: int = base.MOST_READ) -> bytes:
         blob = self._found(self._file(path))
         base.require_size(metadata(blob).size, most, self.address(path))
         return self._content(blob)
 
-    @_settled(_VIEWER)
-    def read_on(self, path: str, position: Position, *, most: int = base.MOST_READ) -> tuple[Position, bytes]:
+    @_retrying(_VIEWER)
+    def read_from(self, path: str, position: ReadCursor, *, most: int = base.MOST_READ) -> tuple[ReadCursor, bytes]:
         blob = self._found(self._file(path))
         whole = metadata(blob)
-        end = Position(whole.size, whole.crc32c)
+        end = ReadCursor(whole.size, whole.crc32c)
         if end == position:
             return position, b""
         fresh = io.BytesIO()
@@ -114,10 +114,10 @@ class BucketStorage(Storage):
                 return position, fresh.getvalue()
         if end.size > most:  # too large to be compared as a whole now: it is when its last bytes are read
             self._fetch_range(blob, range(most), fresh := io.BytesIO())
-            return Position(), fresh.getvalue()
+            return ReadCursor(), fresh.getvalue()
         content = self._content(blob)
         # The range may have come damaged: then it is the same file all the same.
-        begin = position if Position().after(content[: position.size]) == position else Position()
+        begin = position if ReadCursor().after(content[: position.size]) == position else ReadCursor()
         return begin, content[begin.size :]
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
@@ -130,20 +130,20 @@ class BucketStorage(Storage):
 
         def attempt() -> bool:
             # Sent before anything is asked: one request instead of two. Where there is one, 412 makes another attempt.
-            there = self._look(wanted.path) if next(looks, True) else None
+            there = self._head(wanted.path) if next(looks, True) else None
             if there is None:
                 self._send(wanted, lambda: io.BytesIO(data), there)
             return there is None or metadata(there) == wanted
 
         return self._retry_transient(self.address(path), _USER, attempt)
 
-    @_settled(_VIEWER)
+    @_retrying(_VIEWER)
     def stat(self, path: str) -> ObjectInfo:
         return self._stored(self._found(self._file(path)))
 
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         name = self._file(path)
-        with explaining(str(source)):
+        with translate_os_errors(str(source)):
             if source.stat().st_size > 2 * self.part_size:
                 wanted = self._upload_in_parts(source, name)
             else:
@@ -163,7 +163,7 @@ class BucketStorage(Storage):
                 return io.BytesIO(file.read(len(place)))
 
         contents = [ObjectInfo("", *base.copy_with_crc(content(place))) for place in places]
-        wanted = base.whole_of(name, contents)
+        wanted = base.combine_crc32c(name, contents)
         key = _hidden(name, f"{wanted.size}-{wanted.crc32c}")
         parts = {
             replace(part, path=f"{key}-{number:05d}.partial"): place
@@ -171,7 +171,7 @@ class BucketStorage(Storage):
         }
 
         def attempt() -> None:
-            there = self._look(name)
+            there = self._head(name)
             if there is None or metadata(there) != wanted:
                 stored = set(map(metadata, self._listed(key)))
                 self._each(
@@ -180,21 +180,21 @@ class BucketStorage(Storage):
                 )
                 blobs = {metadata(blob): blob for blob in self._listed(key)}
                 if not blobs.keys() >= parts.keys():
-                    raise UnsettledError("its parts were swept by someone who uploads to the same name")
+                    raise RetryableError("its parts were swept by someone who uploads to the same name")
                 self._join([blobs[part] for part in parts], name)
             self._sweep(name)
 
         self._retry_transient(self._address(name), _USER, attempt)
         return wanted
 
-    @_settled(_VIEWER)
+    @_retrying(_VIEWER)
     def download(self, path: str, target: Path) -> ObjectInfo:
         blob = self._found(self._file(path))
         stored = self._stored(blob)
-        with explaining(str(target), needed=stored.size):
+        with translate_os_errors(str(target), needed=stored.size):
             there = target.is_file() and target.stat().st_size == stored.size
             if not there or base.content_of(target) != (stored.size, stored.crc32c):
-                with replacing(target) as partial:
+                with atomic_write(target) as partial:
                     self._fetch(blob, partial, Path(partial.name))
         return stored
 
@@ -220,15 +220,15 @@ class BucketStorage(Storage):
             self.join([f"{folder}/{path}"], f"{target}/{path}")  # the bucket copies by itself
         self.remove(folder)
 
-    @_settled(_USER)
+    @_retrying(_USER)
     def remove(self, path: str) -> None:
-        blobs = self._listed(self._folder(base.removable(path)))
-        blobs += [there for there in [self._look(self._name(path))] if there]
+        blobs = self._listed(self._folder(base.checked_remove_path(path)))
+        blobs += [there for there in [self._head(self._name(path))] if there]
         manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == base.MANIFEST]
         self._each(self._delete, manifests)
         self._each(self._delete, [blob for blob in blobs if blob not in manifests])
 
-    @_settled(_USER)
+    @_retrying(_USER)
     def remove_unfinished(self) -> None:
         blobs = self._listed(self._folder(""))
         self._each(self._delete, [blob for blob in blobs if base.is_partial(blob.name.rpartition("/")[2])])
@@ -277,12 +277,12 @@ class BucketStorage(Storage):
     def _retry_transient(self, address: str, role: str, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
         Where its calls are refused, `role` is named, which allows them."""
-        reason = UnsettledError()
+        reason = RetryableError()
         for _ in range(_TRIES):
             try:
                 with _explaining(address, role):
                     return attempt()
-            except UnsettledError as error:
+            except RetryableError as error:
                 reason = error
         raise DataError(
             f"{address}: did not come out right in {_TRIES} tries, the last time: {reason}",
@@ -294,7 +294,7 @@ class BucketStorage(Storage):
         with ThreadPoolExecutor(self.parallel) as pool:
             return [*pool.map(action, items)]
 
-    def _look(self, name: str) -> Any | None:
+    def _head(self, name: str) -> Any | None:
         blob = self._handle.get_blob(name, retry=self._retry())
         if blob is None and (*_connection(), self._bucket) not in _seen:  # 404 is the answer to a missing bucket too
             self._listed("", limit=1)
@@ -302,7 +302,7 @@ class BucketStorage(Storage):
         return blob
 
     def _found(self, name: str) -> Any:
-        if (blob := self._look(name)) is None:
+        if (blob := self._head(name)) is None:
             raise base.absent(self._address(name))
         return blob
 
@@ -326,7 +326,7 @@ class BucketStorage(Storage):
         """Make the object be what `source` holds. Where it is that already, as after a lost answer, nothing is sent."""
 
         def attempt() -> None:
-            there = self._look(wanted.path)
+            there = self._head(wanted.path)
             if there is None or metadata(there) != wanted:
                 self._send(wanted, source, there)
 
@@ -347,7 +347,7 @@ class BucketStorage(Storage):
                     retry=self._retry(wanted.size),
                 )
             except ValueError as error:  # the client's, of a source that ends early and of an answer cut short
-                raise UnsettledError(f"{type(error).__name__}: {error}") from error
+                raise RetryableError(f"{type(error).__name__}: {error}") from error
         _require_same(wanted, metadata(blob))
 
     def _content(self, blob: Any) -> bytes:
@@ -367,7 +367,7 @@ class BucketStorage(Storage):
                         self._fetch_range(blob, place, part)
                         if part.tell() == place.stop:
                             return
-                raise UnsettledError(f"a range of {len(place)} bytes did not arrive whole")
+                raise RetryableError(f"a range of {len(place)} bytes did not arrive whole")
 
             self._each(fill, _ranges(expected.size, self.part_size))
         else:
@@ -387,11 +387,11 @@ class BucketStorage(Storage):
         """Make the object `name` be `blobs` (one at least) behind one another; what it makes on the way stays."""
 
         def intermediate(group: Sequence[Any]) -> Any:  # which is found again by a later attempt
-            part = base.whole_of("", map(metadata, group))
+            part = base.combine_crc32c("", map(metadata, group))
             return self._compose(group, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
 
-        wanted = base.whole_of(name, map(metadata, blobs))
-        there = self._look(name)
+        wanted = base.combine_crc32c(name, map(metadata, blobs))
+        there = self._head(name)
         if there is None or metadata(there) != wanted:
             while len(blobs) > _JOINED_AT_ONCE:
                 starts = range(0, len(blobs), _JOINED_AT_ONCE)
@@ -403,7 +403,7 @@ class BucketStorage(Storage):
 
     def _compose(self, sources: Sequence[Any], wanted: ObjectInfo) -> Any:
         """Make the object be at most 32 `sources` of known generations behind one another; the bucket does it."""
-        there = self._look(wanted.path)
+        there = self._head(wanted.path)
         if there is not None and metadata(there) == wanted:
             return there
         whole = self._handle.blob(wanted.path)
@@ -441,13 +441,13 @@ def metadata(blob: Any) -> ObjectInfo:
         size, _ = int(blob.size or 0), int(blob.generation)
         crc32c = base.EMPTY if size == 0 else b64decode(blob.crc32c).hex()
     except (TypeError, ValueError):  # as from a proxy, which answers 200 to everything
-        raise UnsettledError("the answer for an object lacks its generation, size or checksum") from None
+        raise RetryableError("the answer for an object lacks its generation, size or checksum") from None
     return ObjectInfo(blob.name, size, crc32c)
 
 
 def _require_same(expected: ObjectInfo, arrived: ObjectInfo) -> None:
     if arrived != expected:
-        raise UnsettledError(
+        raise RetryableError(
             f"{arrived.size} bytes with crc32c {arrived.crc32c} arrived "
             f"where {expected.size} with {expected.crc32c} were expected"
         )
@@ -492,7 +492,7 @@ def _explaining(address: str, role: str) -> Iterator[None]:
     try:
         yield
     except (JSONDecodeError, DataCorruption) as error:
-        raise UnsettledError(f"{type(error).__name__}: {one_line(error)}") from None
+        raise RetryableError(f"{type(error).__name__}: {one_line(error)}") from None
     except GoogleAuthError as error:
         if error.retryable:
             raise NetworkError(f"{address}: no credentials could be had: {one_line(error)}", fix="try again") from None
@@ -500,8 +500,8 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         raise Unreachable(f"{address}: no usable credentials: {one_line(error)}", fix=fix) from None
     except (GoogleAPICallError, RetryError, RequestException) as error:
         code, words = getattr(error, "code", None) or 503, one_line(error)  # without a code: no answer came
-        if code in _UNSETTLED:
-            raise UnsettledError(words) from None
+        if code in _RETRYABLE:
+            raise RetryableError(words) from None
         if code in {401, 403}:
             bucket = address.removeprefix(SCHEME).partition("/")[0]
             raise UserError(

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from litgpt_demo.errors import DiskFull, NodeError, UserError
 from litgpt_demo.storage import base
-from litgpt_demo.storage.base import Inventory, Names, ObjectInfo, Position, Storage
+from litgpt_demo.storage.base import Inventory, Names, ObjectInfo, ReadCursor, Storage
 
 _READERS = 4  # files read at once; more only make one disk seek
 # FAT and most FUSE mounts.
@@ -44,7 +44,7 @@ class LocalStorage(Storage):
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise error
 
-        with explaining(self.address(prefix)):
+        with translate_os_errors(self.address(prefix)):
             # Symbolic links to folders are followed, because `exists` and `read` follow them too.
             for folder, _, names in os.walk(root / base.clean_path(prefix), followlinks=True, onerror=unless_gone):
                 files = (Path(folder, name) for name in names if not base.is_partial(name))
@@ -61,21 +61,21 @@ class LocalStorage(Storage):
             return [stored for stored in pool.map(stat_unless_gone, self.list(prefix)) if stored]
 
     def exists(self, path: str) -> bool:
-        with explaining(self.address(path)):
+        with translate_os_errors(self.address(path)):
             return self._file(path).is_file()
 
     def read(self, path: str, *, most: int = base.MOST_READ) -> bytes:
-        with explaining(self.address(path)), self._present(path).open("rb") as file:
+        with translate_os_errors(self.address(path)), self._present(path).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             base.require_size(size, most, self.address(path))
             return file.read(size)
 
-    def read_on(self, path: str, position: Position, *, most: int = base.MOST_READ) -> tuple[Position, bytes]:
-        with explaining(self.address(path)):
+    def read_from(self, path: str, position: ReadCursor, *, most: int = base.MOST_READ) -> tuple[ReadCursor, bytes]:
+        with translate_os_errors(self.address(path)):
             file = self._present(path)
             size = file.stat().st_size
             if size < position.size:
-                position = Position()
+                position = ReadCursor()
             if size == position.size:
                 return position, b""
             with file.open("rb") as content:
@@ -84,15 +84,18 @@ class LocalStorage(Storage):
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
         final = self._file(path)
-        with explaining(self.address(path), needed=len(data)), replacing(final, durable=self.durable) as partial:
+        with (
+            translate_os_errors(self.address(path), needed=len(data)),
+            atomic_write(final, durable=self.durable) as partial,
+        ):
             size, crc32c = base.copy_with_crc(io.BytesIO(data), partial)
         return ObjectInfo(base.clean_path(path), size, crc32c)
 
     def create(self, path: str, data: bytes) -> bool:
         final = self._file(path)
-        with explaining(self.address(path), needed=len(data)):
+        with translate_os_errors(self.address(path), needed=len(data)):
             try:
-                with replacing(final, durable=self.durable, take=link) as partial:
+                with atomic_write(final, durable=self.durable, take=link) as partial:
                     partial.write(data)
             except FileExistsError:
                 if not final.is_file():  # it is a folder, or what should be its folder is a file
@@ -101,14 +104,14 @@ class LocalStorage(Storage):
         return True
 
     def stat(self, path: str) -> ObjectInfo:
-        with explaining(self.address(path)), self._present(path).open("rb") as file:
+        with translate_os_errors(self.address(path)), self._present(path).open("rb") as file:
             return ObjectInfo(base.clean_path(path), *base.copy_with_crc(file))
 
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
         final = self._file(path)
-        with explaining(str(source)):
+        with translate_os_errors(str(source)):
             needed = source.stat().st_size
-        with explaining(self.address(path), needed=needed), source.open("rb") as file:
+        with translate_os_errors(self.address(path), needed=needed), source.open("rb") as file:
             if move and not source.is_symlink():
                 final.parent.mkdir(parents=True, exist_ok=True)
                 content = base.copy_with_crc(file)
@@ -122,44 +125,48 @@ class LocalStorage(Storage):
                     file.seek(0)  # across file systems only a copy will do
                 else:
                     return ObjectInfo(base.clean_path(path), *content)
-            with replacing(final, durable=self.durable) as partial:
+            with atomic_write(final, durable=self.durable) as partial:
                 content = base.copy_with_crc(file, partial)
             if move:
                 source.unlink()
         return ObjectInfo(base.clean_path(path), *content)
 
     def download(self, path: str, target: Path) -> ObjectInfo:
-        with explaining(self.address(path)):
+        with translate_os_errors(self.address(path)):
             source = self._present(path)
             needed = source.stat().st_size
-        with explaining(str(target), needed=needed), source.open("rb") as file, replacing(target) as partial:
+        with (
+            translate_os_errors(str(target), needed=needed),
+            source.open("rb") as file,
+            atomic_write(target) as partial,
+        ):
             return ObjectInfo(base.clean_path(path), *base.copy_with_crc(file, partial))
 
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
         final = self._file(path)
-        with explaining(self.address(path)):
+        with translate_os_errors(self.address(path)):
             files = [self._present(part) for part in parts]
             needed = sum(file.stat().st_size for file in files)
             if final.is_file() and final.stat().st_size == needed:
                 there = self.stat(path)
-                if there == base.whole_of(there.path, map(self.stat, parts)):
+                if there == base.combine_crc32c(there.path, map(self.stat, parts)):
                     return there
-        with explaining(self.address(path), needed=needed), replacing(final, durable=self.durable) as whole:
+        with translate_os_errors(self.address(path), needed=needed), atomic_write(final, durable=self.durable) as whole:
             copied = list[ObjectInfo]()
             for file in files:
                 with file.open("rb") as part:
                     copied.append(ObjectInfo(file.name, *base.copy_with_crc(part, whole)))
-        return base.whole_of(base.clean_path(path), copied)
+        return base.combine_crc32c(base.clean_path(path), copied)
 
     def move(self, folder: str, target: str) -> None:
         final = self._file(target)
-        with explaining(str(final)):
+        with translate_os_errors(str(final)):
             final.parent.mkdir(parents=True, exist_ok=True)
             rename(self._file(folder), final, durable=self.durable)
 
     def remove(self, path: str) -> None:
-        folder = Path(self.address(base.removable(path)))
-        with explaining(str(folder)):
+        folder = Path(self.address(base.checked_remove_path(path)))
+        with translate_os_errors(str(folder)):
             if not folder.is_dir() or folder.is_symlink():
                 with suppress(FileNotFoundError, NotADirectoryError):
                     folder.unlink()
@@ -174,7 +181,7 @@ class LocalStorage(Storage):
                         raise
 
     def remove_unfinished(self) -> None:
-        with explaining(self.root):
+        with translate_os_errors(self.root):
             for folder, _, names in os.walk(self.root):
                 for name in filter(base.is_partial, names):
                     Path(folder, name).unlink(missing_ok=True)
@@ -220,7 +227,7 @@ def _flush_folder(folder: Path) -> None:
 
 
 @contextmanager
-def replacing(
+def atomic_write(
     final: Path, *, durable: bool = True, take: Callable[[Path, Path], object] = Path.replace
 ) -> Iterator[BinaryIO]:
     """A new file next to `final` that takes its name when the block ends well, and is gone when it does not."""
@@ -246,7 +253,7 @@ def _room(path: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
+def translate_os_errors(address: str, *, needed: int = 0) -> Iterator[None]:
     """Say of the operating system's errors which fault they are and what to do; `needed` bytes are to be written."""
     path, free = Path(address).absolute(), 0
     if needed:  # asked before, because a write that fails half way leaves less
@@ -284,13 +291,13 @@ def explaining(address: str, *, needed: int = 0) -> Iterator[None]:
 _ROOM = 96 * 1024
 
 
-def reserve(path: Path) -> None:
-    """Take the room that `write_whole` will need for `path`, so that nothing else can take it first."""
+def preallocate(path: Path) -> None:
+    """Take the room that `atomic_write_json` will need for `path`, so that nothing else can take it first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _aside(path).write_bytes(b" " * _ROOM)
 
 
-def write_whole(path: Path, content: Mapping[str, Any]) -> None:
+def atomic_write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file so that a reader sees all of it or none, into the room that was reserved if any was."""
     aside = _aside(path)
     data = json.dumps(content, indent=1).encode()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from litgpt_demo.errors import UserError
-from litgpt_demo.storage.local import explaining, replacing
+from litgpt_demo.storage.local import atomic_write, translate_os_errors
 
 # Names to keep. Google's are those of google-auth 2 that lead to credentials, to a project's quota and to the metadata
 # server; proxies and certificates are as requests, urllib and OpenSSL know them.
@@ -45,7 +45,7 @@ def make_temporary(name: str) -> Path:
     has the sticky bit, as /tmp has. A UserError where the part's name is taken by what another user can change.
     """
     own = own_temporary()
-    with explaining(str(own)):
+    with translate_os_errors(str(own)):
         with suppress(FileExistsError):
             own.mkdir(mode=0o700)
         found, problem = own.lstat(), ""
@@ -100,7 +100,7 @@ def close_folder(folder: Path) -> None:
 def write_private(file: Path, text: str) -> None:
     """Write a file that its owner alone can read, aside and then in one piece."""
     close_folder(file.parent)
-    with replacing(file) as aside:
+    with atomic_write(file) as aside:
         os.fchmod(aside.fileno(), 0o600)
         aside.write(text.encode())
 

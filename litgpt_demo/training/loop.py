@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from litgpt_demo import timeouts
 from litgpt_demo.config import key_of
-from litgpt_demo.data.batches import numbers_of, share_of
+from litgpt_demo.data.batches import rank_slice, sample_ids_for_step
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.documents import read_manifest
 from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
@@ -196,8 +196,8 @@ class Loop:
 
         def suspects(finite: list[bool]) -> list[int]:
             """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
-            numbers, world = numbers_of(spec, training.data.train, result.done - 1), len(finite)
-            shares = [share_of(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
+            numbers, world = sample_ids_for_step(spec, training.data.train, result.done - 1), len(finite)
+            shares = [rank_slice(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
             return [int(number) for share in shares or [numbers] for number in share]
 
         windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerAction, profile
 
 from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import MixedWindows
+from litgpt_demo.data.batches import MixtureDataset
 from litgpt_demo.errors import TrainLitgptError, UserError, one_line
 from litgpt_demo.metrics import CSV_COLUMNS, MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
@@ -149,9 +149,9 @@ class Reporter:
         """Of each source of a mixture the tokens of all steps so far, and its mean loss since the last row, if it has
         any; nothing of one source alone."""
         spec, windows = self._training.spec, self._training.data.train
-        if not isinstance(windows, MixedWindows):
+        if not isinstance(windows, MixtureDataset):
             return {}
-        seen = (windows.schedule.seen(done * spec.train.global_batch) * windows.length).tolist()
+        seen = (windows.schedule.samples_seen(done * spec.train.global_batch) * windows.length).tolist()
         sums, counts = self._losses[: len(seen)], self._losses[len(seen) :]
         losses = zip(windows.names, sums, counts, strict=True)
         means = {f"loss.{name}": one / count for name, one, count in losses if count}

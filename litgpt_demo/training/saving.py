@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from litgpt_demo.documents import FileRecord, at_rest, bring, misread
 from litgpt_demo.errors import DataError, NetworkError, NodeError, TrainLitgptError
 from litgpt_demo.storage import Storage
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks, thread_of
@@ -311,7 +311,7 @@ class Shards:
         at_most = sum(tensor.nbytes + _AROUND_A_TENSOR for tensor in tensors)
         planner = DefaultSavePlanner()
         planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
-        with explaining(str(folder), needed=at_most):
+        with translate_os_errors(str(folder), needed=at_most):
             folder.mkdir(parents=True)
             # What is written lies in host memory already: nothing to be copied ahead.
             writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
@@ -325,7 +325,7 @@ class Shards:
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
         """Rank 0's: the file that says where everything is in the ranks' files."""
-        with explaining(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
+        with translate_os_errors(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
             _Writer(folder, sync_files=False).finish(self._metadata, written)
 
 

@@ -28,8 +28,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import Numbers, numbers_of, open_samples, share_of
-from litgpt_demo.data.dataset import DatasetManifest, Windows, open_dataset
+from litgpt_demo.data.batches import SampleIds, open_samples, rank_slice, sample_ids_for_step
+from litgpt_demo.data.dataset import DatasetManifest, TokenDataset, open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.models.model import LossGPT, initialise, litgpt_config
@@ -98,8 +98,8 @@ class Data:
     """The two splits of a dataset, as samples."""
 
     manifest: DatasetManifest
-    train: Windows
-    validation: Windows
+    train: TokenDataset
+    validation: TokenDataset
 
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
@@ -115,7 +115,7 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
 class Feed:
     """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
 
-    def __init__(self, spec: TrainingSpec, windows: Windows, device: torch.device, *, rank: int) -> None:
+    def __init__(self, spec: TrainingSpec, windows: TokenDataset, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = thread_of(device, "feed")
         self._ahead: tuple[int, Future[Samples]] | None = None
@@ -137,12 +137,12 @@ class Feed:
         return [to_device(pair, self._device) for pair in pairs], waited
 
     def _read(self, step: int) -> Samples:
-        numbers = numbers_of(self._spec, self._windows, step)
-        mine = share_of(numbers, rank=self._rank, world_size=self._spec.world_size)
+        numbers = sample_ids_for_step(self._spec, self._windows, step)
+        mine = rank_slice(numbers, rank=self._rank, world_size=self._spec.world_size)
         return read_samples(self._windows, mine, self._device)
 
 
-def read_samples(windows: Windows, numbers: Numbers, device: torch.device) -> Samples:
+def read_samples(windows: TokenDataset, numbers: SampleIds, device: torch.device) -> Samples:
     """Samples in memory from which `device` copies without waiting: pinned, if it is a GPU."""
     inputs, targets = (torch.from_numpy(part.copy()) for part in windows.read(numbers))
     return (inputs.pin_memory(), targets.pin_memory()) if device.type == "cuda" else (inputs, targets)

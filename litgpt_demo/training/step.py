@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo import timeouts
-from litgpt_demo.data.batches import MixedWindows, positions_of, share_of, validation_sources
+from litgpt_demo.data.batches import MixtureDataset, global_positions, rank_slice, validation_sources
 from litgpt_demo.optimizers import set_learning_rate
 from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.training.setup import Training, read_samples, to_device
@@ -53,7 +53,7 @@ def train_step(training: Training, step: int) -> Passed:
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
     windows, own = training.data.train, list[Tensor]()
     for index, (inputs, targets) in enumerate(batches, 1):
-        if isinstance(windows, MixedWindows):
+        if isinstance(windows, MixtureDataset):
             module.each = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
             own.append(module.each)
         # Sharded gradients are spread after every pass, for a rank may have no room for all of them; only between the
@@ -77,9 +77,11 @@ def train_step(training: Training, step: int) -> Passed:
     training.optimizer.zero_grad()
     module.each = None
     by_source = None
-    if isinstance(windows, MixedWindows):
-        mine = share_of(positions_of(step, train.global_batch), rank=fabric.global_rank, world_size=fabric.world_size)
-        which = torch.from_numpy(windows.schedule.at(mine)[0]).to(fabric.device, non_blocking=True)
+    if isinstance(windows, MixtureDataset):
+        mine = rank_slice(
+            global_positions(step, train.global_batch), rank=fabric.global_rank, world_size=fabric.world_size
+        )
+        which = torch.from_numpy(windows.schedule.source_at(mine)[0]).to(fabric.device, non_blocking=True)
         losses = torch.cat(own).view(len(which), -1).mean(1, dtype=torch.float64)
         by_source = losses.new_zeros(2, len(windows.names))
         by_source.index_add_(1, which, torch.stack([losses, torch.ones_like(losses)]))

@@ -29,7 +29,7 @@ from litgpt_demo.node.agent import kill_by_env_marker, tagged
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.runs import ExitCode, NodeNumber
 from litgpt_demo.storage import is_remote, open_storage
-from litgpt_demo.storage.local import explaining, reserve, write_whole
+from litgpt_demo.storage.local import atomic_write_json, preallocate, translate_os_errors
 from litgpt_demo.storage.private import make_private
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class LocalPlatform:
 
     def status(self, job_id: JobId) -> JobStatus:
         directory = Path(job_id)
-        with explaining(job_id):  # the job may be another user's
+        with translate_os_errors(job_id):  # the job may be another user's
             if not (directory / SUBMISSION).exists():
                 return JobStatus(state=JobState.ABSENT, native="absent")
         status = partial(JobStatus, scheduled=0.0, pulled=0.0)  # nothing queues here, and no image is pulled
@@ -180,7 +180,7 @@ class LocalPlatform:
             started = _supervisor(directory).started
             native = "cancelled" if told else "swept, its supervisor was lost"
             last: dict[str, Any] = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
-            write_whole(directory / RESULT, {**last, "started": started, "ended": time.time()})
+            atomic_write_json(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
@@ -266,8 +266,8 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     """Write the submission down and start its supervisor, which keeps the lock when this process has closed it."""
     content = {"platform": submission.platform, "job_id": submission.job_id, "body": dict(submission.body)}
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
-        reserve(directory / name)
-    write_whole(directory / SUBMISSION, content)
+        preallocate(directory / name)
+    atomic_write_json(directory / SUBMISSION, content)
     # Ranks get the keys to Prefect's server only where the job asks for them.
     withheld = _PREFECTS_KEYS - {*submission.body["secrets"]}
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}

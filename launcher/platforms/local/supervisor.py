@@ -26,7 +26,7 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import fault_of_exit_code
 from litgpt_demo.node.agent import kill_by_env_marker
 from litgpt_demo.node.gate import PORT as GATE_PORT
-from litgpt_demo.storage.local import write_whole
+from litgpt_demo.storage.local import atomic_write_json
 
 # In the environment of every process of a job: how they are found, and proved gone.
 JOB_TAG = "TRAIN_LITGPT_JOB"
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     trouble = ""
     with reserved_ports() as port:
         os.environ[MASTER] = f"127.0.0.1:{port}"
-        write_whole(directory / SUPERVISOR, {"pid": os.getpid(), "started": started, "port": port})
+        atomic_write_json(directory / SUPERVISOR, {"pid": os.getpid(), "started": started, "port": port})
         try:
             for node in body["nodes"]:
                 # Each agent in a session of its own, its output appended to its log.
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
             kill_by_env_marker(JOB_TAG, submission["job_id"], grace=2 if well else 0)
         codes = {number: process.wait() for number, process in nodes.items()}
         outcome = result(codes, cancelled=bool(asked), trouble=trouble)
-        write_whole(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
+        atomic_write_json(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
     return 0
 
 

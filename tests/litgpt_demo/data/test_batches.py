@@ -8,27 +8,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from litgpt_demo.config import TrainConfig, TrainingSpec
-from litgpt_demo.data.batches import Numbers, at_places, numbers_of, permuted, positions_of, share_of
-from litgpt_demo.data.dataset import Windows
+from litgpt_demo.data.batches import (
+    SampleIds,
+    feistel_permutation,
+    global_positions,
+    rank_slice,
+    sample_ids_at,
+    sample_ids_for_step,
+)
+from litgpt_demo.data.dataset import TokenDataset
 
 
-def batch(step: int, size: int, *, windows: int, key: str = "k", seed: int = 1) -> Numbers:
-    there = Windows(files=[np.empty(windows + 1, dtype=np.uint16)], length=1, key=key)
-    return at_places(there, positions_of(step, size), seed=seed)
+def batch(step: int, size: int, *, windows: int, key: str = "k", seed: int = 1) -> SampleIds:
+    there = TokenDataset(files=[np.empty(windows + 1, dtype=np.uint16)], length=1, key=key)
+    return sample_ids_at(there, global_positions(step, size), seed=seed)
 
 
 @given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())
 def test_a_part_of_a_huge_permutation_stays_inside_and_apart(size: int, seed: str, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, size - 1), unique=True, min_size=1, max_size=50))
-    seen = permuted(np.array(places, dtype=np.uint64), size, seed).tolist()
+    seen = feistel_permutation(np.array(places, dtype=np.uint64), size, seed).tolist()
     assert len(set(seen)) == len(places)
     assert max(seen) < size
-    assert permuted(np.array(places[:1], dtype=np.uint64), size, seed).tolist() == seen[:1]
+    assert feistel_permutation(np.array(places[:1], dtype=np.uint64), size, seed).tolist() == seen[:1]
 
 
 def test_each_dataset_seed_and_epoch_has_an_order_of_its_own_in_every_version_of_this_program() -> None:
     # Written down: a run that resumes after an upgrade must go on in the same order.
-    assert permuted(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == [9, 6, 5, 7, 3, 2, 1, 8, 0, 4]
+    assert feistel_permutation(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == [
+        9,
+        6,
+        5,
+        7,
+        3,
+        2,
+        1,
+        8,
+        0,
+        4,
+    ]
     orders = {
         tuple(batch(step, 500, windows=500, key=key, seed=seed).tolist())
         for key, seed, step in (("key", 1, 0), ("other", 1, 0), ("key", 2, 0), ("key", 1, 1))
@@ -52,9 +70,9 @@ def test_first_steps_of_a_run_are_its_first_epoch(batches: int, global_batch: in
     """The first step has the first samples in their order: none is left out, whatever step a resume begins with."""
     train = TrainConfig(global_batch=global_batch, micro_batch=1, seed=3)
     spec = TrainingSpec.model_construct(train=train)
-    windows = Windows(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, key="k")
-    seen = np.concatenate([numbers_of(spec, windows, step) for step in range(batches)]).tolist()
-    assert seen == permuted(np.arange(len(windows), dtype=np.uint64), len(windows), "k/3/0").tolist()
+    windows = TokenDataset(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, key="k")
+    seen = np.concatenate([sample_ids_for_step(spec, windows, step) for step in range(batches)]).tolist()
+    assert seen == feistel_permutation(np.arange(len(windows), dtype=np.uint64), len(windows), "k/3/0").tolist()
 
 
 @given(world_size=st.integers(1, 16), micro=st.integers(1, 4), passes=st.integers(1, 4), step=st.integers(0, 10**9))
@@ -62,7 +80,7 @@ def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
     world_size: int, micro: int, passes: int, step: int
 ) -> None:
     whole = batch(step, world_size * micro * passes, windows=1000)
-    shares = [share_of(whole, rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [rank_slice(whole, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert {len(share) for share in shares} == {micro * passes}
     assert np.concatenate(shares).tolist() == whole.tolist()
 
@@ -79,7 +97,7 @@ def test_windows_cover_the_files_without_overlap_and_targets_are_one_ahead(
 ) -> None:
     tokens: Any = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
     edges = [0, *sorted(cuts), len(tokens)]
-    windows = Windows(files=[tokens[start:end] for start, end in pairwise(edges)], length=length)
+    windows = TokenDataset(files=[tokens[start:end] for start, end in pairwise(edges)], length=length)
     inputs, targets = windows.read(np.arange(len(windows), dtype=np.uint64))
     assert inputs.dtype == targets.dtype == np.int64
     assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()

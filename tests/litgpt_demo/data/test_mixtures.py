@@ -17,8 +17,14 @@ from training_runs import TrainElsewhere, alike, rows, write_run
 
 from litgpt_demo.config import PERIOD, DataConfig, shares_of
 from litgpt_demo.data import dataset
-from litgpt_demo.data.batches import MixedWindows, Schedule, at_places, permuted, validation_sources
-from litgpt_demo.data.dataset import Windows, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
+from litgpt_demo.data.batches import (
+    MixtureDataset,
+    MixtureSchedule,
+    feistel_permutation,
+    sample_ids_at,
+    validation_sources,
+)
+from litgpt_demo.data.dataset import TokenDataset, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, UserError
@@ -50,8 +56,8 @@ def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_sour
 ) -> None:
     starts = [0.0, *afters][: len(stages)]
     shares = [shares_of(weights) for weights in stages]
-    schedule = Schedule(list(zip(starts, shares, strict=True)), samples=samples)
-    sources, before = schedule.at(np.arange(samples, dtype=np.uint64))
+    schedule = MixtureSchedule(list(zip(starts, shares, strict=True)), samples=samples)
+    sources, before = schedule.source_at(np.arange(samples, dtype=np.uint64))
     begins = [round(start * samples) for start in starts]
     for own, begin, end in zip(shares, begins, [*begins[1:], samples], strict=True):
         if begin <= first and first + PERIOD <= end:
@@ -59,17 +65,17 @@ def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_sour
     for source in range(len(stages[0])):
         assert before[sources == source].tolist() == list(range(np.count_nonzero(sources == source)))
     some = min(first, samples)
-    assert schedule.seen(some).tolist() == np.bincount(sources[:some], minlength=len(stages[0])).tolist()
-    part = schedule.at(np.arange(some // 3, some, dtype=np.uint64))
+    assert schedule.samples_seen(some).tolist() == np.bincount(sources[:some], minlength=len(stages[0])).tolist()
+    part = schedule.source_at(np.arange(some // 3, some, dtype=np.uint64))
     assert [one.tolist() for one in part] == [sources[some // 3 : some].tolist(), before[some // 3 : some].tolist()]
 
 
 def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_samples_once() -> None:
     tokens: list[Any] = [np.arange(start, start + size, dtype=np.uint16) for start, size in ((0, 41), (500, 13))]
-    parts = [Windows(files=[one], length=4, key=key) for one, key in zip(tokens, "kl", strict=True)]
-    schedule = Schedule([(0.0, shares_of([3, 1])), (0.5, shares_of([0, 1]))], samples=4000)
-    mixed = MixedWindows(names=["a", "b"], parts=parts, schedule=schedule, length=4)
-    numbers = at_places(mixed, np.arange(4000, dtype=np.uint64), seed=1)
+    parts = [TokenDataset(files=[one], length=4, key=key) for one, key in zip(tokens, "kl", strict=True)]
+    schedule = MixtureSchedule([(0.0, shares_of([3, 1])), (0.5, shares_of([0, 1]))], samples=4000)
+    mixed = MixtureDataset(names=["a", "b"], parts=parts, schedule=schedule, length=4)
+    numbers = sample_ids_at(mixed, np.arange(4000, dtype=np.uint64), seed=1)
     inputs, targets = mixed.read(numbers)
     assert ((inputs[:, 0] >= 500) == (mixed.source_of(numbers) == 1)).all()
     assert (targets == inputs + 1).all()
@@ -80,11 +86,11 @@ def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_sample
 @given(st.lists(st.integers(1, 3000), min_size=2, max_size=4), st.integers(1, 300), st.integers(1, 998))
 def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int], most: int, share: int) -> None:
     names, length = list("abcd"[: len(sizes)]), 3
-    parts = [Windows(files=[np.empty(length * size + 1, dtype=np.uint16)], length=length) for size in sizes]
+    parts = [TokenDataset(files=[np.empty(length * size + 1, dtype=np.uint16)], length=length) for size in sizes]
     first, last = [0] * len(sizes), [0] * len(sizes)
     first[0], last[0], last[-1] = PERIOD, share, PERIOD - share
-    schedule = Schedule([(0.0, first), (0.25, last)], samples=40)
-    mixed = MixedWindows(names=names, parts=parts, schedule=schedule, length=length)
+    schedule = MixtureSchedule([(0.0, first), (0.25, last)], samples=40)
+    mixed = MixtureDataset(names=names, parts=parts, schedule=schedule, length=length)
     sources, start = validation_sources(mixed, most), 0
     assert [source.name for source in sources] == names
     assert sum(source.share for source in sources) == pytest.approx(1)
@@ -92,7 +98,7 @@ def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int
     for source, part, size in zip(sources, parts, sizes, strict=True):
         drawn = (source.numbers - np.uint64(start)).tolist()
         assert len(set(drawn)) == len(drawn) == min(most, size)
-        assert drawn == permuted(np.arange(len(drawn), dtype=np.uint64), size, "validation").tolist()
+        assert drawn == feistel_permutation(np.arange(len(drawn), dtype=np.uint64), size, "validation").tolist()
         (alone,) = validation_sources(part, most)
         assert (alone.name, alone.share, alone.numbers.tolist()) == ("", 1.0, drawn)
         start += size

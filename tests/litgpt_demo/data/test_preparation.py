@@ -43,7 +43,7 @@ from litgpt_demo.data.dataset import (
     stage,
     verify_dataset,
 )
-from litgpt_demo.data.preparation import MapFn, check_totals, in_threads, prepare
+from litgpt_demo.data.preparation import MapSteps, check_totals, in_threads, prepare
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import Storage, is_remote, open_storage
@@ -75,7 +75,7 @@ class Killed(Exception):
     """The preparation is no more."""
 
 
-def killed_after(results: int, each: MapFn) -> MapFn:
+def killed_after(results: int, each: MapSteps) -> MapSteps:
     left = iter(range(results))
 
     def mortal(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
@@ -131,10 +131,10 @@ def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
     with cut_into(shard, batch):
         for mortals, results in kills:
             with suppress(Killed):
-                prepare(planned, storage, each=killed_after(results, in_threads(mortals)))
+                prepare(planned, storage, map_steps=killed_after(results, in_threads(mortals)))
                 break
             assert finished_dataset(storage, planned) is None
-        manifest = prepare(planned, storage, each=in_threads(workers))
+        manifest = prepare(planned, storage, map_steps=in_threads(workers))
     assert found(planned, folder / "root", manifest) == wanted
     assert verify_dataset(str(folder / "root" / planned.path)) == manifest
     of_the_dataset = {f"{planned.path}/{name}" for name in ["manifest.json", *(file.path for file in manifest.files)]}
@@ -149,7 +149,7 @@ def test_an_empty_document_that_no_footer_told_of_moves_the_pieces_that_were_mad
     files: Files = [(".parquet", [*texts[:30]]), (".parquet", [*texts[30:59], "", texts[59]])]
     planned, wanted = planned_case(tmp_path, files, tokenizer, validation_fraction=0.2)
     with cut_into(1500):
-        manifest = prepare(planned, open_storage(str(tmp_path / "root")), each=in_threads(1))
+        manifest = prepare(planned, open_storage(str(tmp_path / "root")), map_steps=in_threads(1))
     assert found(planned, tmp_path / "root", manifest) == wanted
 
 
@@ -163,7 +163,7 @@ def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Pat
 
     planned, _ = planned_case(tmp_path, many, tokenizer, max_bytes=150)
     with cut_into(100):
-        prepare(planned, open_storage(str(tmp_path / "root")), each=counting)
+        prepare(planned, open_storage(str(tmp_path / "root")), map_steps=counting)
     # Two are surveyed to find the limit, the second one again up to it, and both are encoded.
     assert len(steps) <= 2 * 3 + 1
 
@@ -181,7 +181,7 @@ def test_a_finished_dataset_is_done_and_staged_from_where_it_is(
         storage.write(f"{planned.path}/{name}", b"half")
     made = prepare(planned, storage)
     assert (made, stored(root, planned)) == (dataset[0], contents(dataset[1]))
-    assert prepare(planned, storage, each=killed_after(0, in_threads(1))) == made
+    assert prepare(planned, storage, map_steps=killed_after(0, in_threads(1))) == made
     assert storage.list(".scratch") == []
     staged = stage(f"{root}/{planned.path}", tmp_path / "scratch")
     assert contents(staged) == contents(dataset[1])
@@ -193,7 +193,7 @@ def test_two_preparations_at_once_both_end_well_and_a_split_past_the_cap_is_numb
     source = corpus_in(tmp_path / "corpus")
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer, max_file_bytes=1000))
     with cut_into(300), ThreadPoolExecutor(2) as pool:
-        made, other = pool.map(lambda _: prepare(planned, open_storage(root), each=in_threads(2)), range(2))
+        made, other = pool.map(lambda _: prepare(planned, open_storage(root), map_steps=in_threads(2)), range(2))
     _, folder = prepared(source, tmp_path / "whole", tokenizer=tokenizer)
     parts = {name: part for name, part in stored(root, planned).items() if name.startswith("train")}
     assert made == other
@@ -216,7 +216,7 @@ def test_a_corpus_makes_equal_files_wherever_it_lies(bucket: Storage, tmp_path: 
                 planned = plan_dataset(settings_for(source, [place], tokenizer=tokenizer, max_file_bytes=1001))
                 each = in_threads(2) if place == places[-1] else killed_after(3, in_threads(1))
                 with suppress(Killed):
-                    prepare(planned, open_storage(address), each=each)
+                    prepare(planned, open_storage(address), map_steps=each)
         made[case] = stored(address, planned)
         assert verify_dataset(f"{address}/{planned.path}").name == planned.name
     assert made["here"] == made["there"] == made["here, there"] == made["there, here"]

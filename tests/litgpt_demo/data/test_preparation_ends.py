@@ -27,7 +27,7 @@ from litgpt_demo.config import Filters
 from litgpt_demo.data import workers
 from litgpt_demo.data.dataset import PlannedDataset, finished_dataset, plan_dataset, stage
 from litgpt_demo.data.preparation import in_threads, prepare
-from litgpt_demo.data.workers import Work
+from litgpt_demo.data.workers import PrepContext
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import BucketStorage, open_storage
 
@@ -71,7 +71,7 @@ def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_byt
         before = now
     with cut_into(SHARD):
         prepare(planned, open_storage(str(root)))
-        prepare(planned, open_storage(str(tmp_path / "other")), each=in_threads(1))
+        prepare(planned, open_storage(str(tmp_path / "other")), map_steps=in_threads(1))
     assert contents(root) == contents(tmp_path / "other")
 
 
@@ -97,11 +97,11 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
     monkeypatch.setattr(workers, "_WAITING", waiting)
     proxy.arm(chance=Random(seed))
     with cut_into(1200):
-        prepare(planned, bucket, each=in_threads(4))
+        prepare(planned, bucket, map_steps=in_threads(4))
     staged = stage(bucket.address(planned.path), tmp_path / "scratch")
     assert proxy.objects() == local
     assert {f"{planned.path}/{name}": content for name, content in contents(staged).items()} == local
-    assert not Work(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
+    assert not PrepContext(data=planned.data, root=bucket.root, path=planned.path).scratch.exists()
 
 
 @pytest.mark.parametrize("end", [".parquet", ".jsonl"])
@@ -123,7 +123,7 @@ def test_where_room_is_short_no_more_of_a_remote_corpus_lies_here_than_the_worke
                 yield result
 
         with cut_into(2_000):
-            prepare(planned, open_storage(str(root)), each=each)
+            prepare(planned, open_storage(str(root)), map_steps=each)
         return max(copies)
 
     assert most_at_once(0.0) == 9
@@ -137,10 +137,10 @@ def test_a_bucket_that_refuses_at_once_or_half_way_holds_nothing_that_looks_fini
 ) -> None:
     proxy.arm(FailureClass(on=kind, do="refuse", status=403, times=FOREVER, skip=skip))
     with cut_into(400), pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
-        prepare(planned, bucket, each=in_threads(2))
+        prepare(planned, bucket, map_steps=in_threads(2))
     proxy.arm()
     assert finished_dataset(bucket, planned) is None
     assert any(name.endswith(".json") for name in proxy.objects()) == (skip > 0), "something was done, or nothing"
     with cut_into(400):
-        prepare(planned, bucket, each=in_threads(2))
+        prepare(planned, bucket, map_steps=in_threads(2))
     assert proxy.objects() == local

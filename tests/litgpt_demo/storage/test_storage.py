@@ -22,14 +22,14 @@ from litgpt_demo.storage import (
     BucketStorage,
     LocalStorage,
     ObjectInfo,
-    Position,
+    ReadCursor,
     Storage,
     crc32c_of,
     open_storage,
     sha256_of,
 )
 from litgpt_demo.storage import bucket as storage_module
-from litgpt_demo.storage.local import explaining
+from litgpt_demo.storage.local import translate_os_errors
 
 SMALL, LARGE = 1000, 9 << 20  # bytes; the client sends more than 8 MiB in a resumable upload
 
@@ -67,7 +67,7 @@ def test_a_missing_file_is_named_by_its_whole_address(storage: Storage, tmp_path
         for verb in (
             storage.read,
             storage.stat,
-            lambda path: storage.read_on(path, Position()),
+            lambda path: storage.read_from(path, ReadCursor()),
             lambda path: storage.download(path, tmp_path / "target"),
             lambda path: storage.join(["folder/file", path], "whole"),
         ):
@@ -353,5 +353,5 @@ def test_full_disk_error_names_files_or_bytes(
     """Some file systems count no files."""
     seen = SimpleNamespace(f_bavail=2**30, f_frsize=1, f_files=files, f_favail=free)
     monkeypatch.setattr(os, "statvfs", lambda path: seen)
-    with pytest.raises(DiskFull, match=words), explaining(str(tmp_path / "x"), needed=4):
+    with pytest.raises(DiskFull, match=words), translate_os_errors(str(tmp_path / "x"), needed=4):
         raise OSError(errno.ENOSPC, "No space left on device")

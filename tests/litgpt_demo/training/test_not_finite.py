@@ -18,7 +18,7 @@ from states import same, training_of
 from training_runs import NewRun, rows
 
 from litgpt_demo.__main__ import main as litgpt_demo
-from litgpt_demo.data.batches import numbers_of
+from litgpt_demo.data.batches import sample_ids_for_step
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
@@ -32,7 +32,7 @@ from litgpt_demo.training.step import train_step
 
 def numbers(training: Training, step: int) -> list[int]:
     """The samples of a step, counted from 1."""
-    return [int(number) for number in numbers_of(training.spec, training.data.train, step - 1)]
+    return [int(number) for number in sample_ids_for_step(training.spec, training.data.train, step - 1)]
 
 
 def poison(training: Training, samples: Sequence[int], *, by: float = 0.0, to: float = 0.0) -> None:
