@@ -376,7 +376,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("slurm-percent-of-a-root-replaced", "launcher/platforms/slurm/render.py", ".replace('%', '%%')", "", _SLURM),
     ("slurm-option-shortened", "launcher/platforms/slurm/settings.py", "if name.startswith(found[1])",
      "if name == found[1]", _SLURM),
-    ("slurm-secrets-file-as-code", "launcher/platforms/slurm/render.py", 'f"fail {code} {shlex.quote(words)}"',
+    ("slurm-secrets-file-as-code", "launcher/platforms/slurm/render.py", 'f"fail {code} {shlex.quote(message)}"',
      """f'fail {code} "{words}"'""", "launcher/platforms/test_planted_code.py"),
     ("lease-of-the-living", "launcher/runs/lease.py", "        elif beat == before:", "        elif True:",
      "launcher/runs/test_lease.py"),

@@ -31,7 +31,7 @@ made of NAME_PATTERN sees to."""
 
 def only_recorded(claim: str, *, variable: str, value: str) -> ConfigProblem:
     """Return the refusal of an address that only a record names, which whoever writes to the root may have forged."""
-    fix = f"if it is yours, export {variable}={value}, or give the verb the config instead of the name"
+    fix = f"if it is yours, export {variable}={value}, or give the verb a config that names it"
     what = f"only the job's record, which others may write, says that {claim}"
     return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 

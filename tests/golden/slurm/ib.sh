@@ -33,16 +33,16 @@ WANDB_API_KEY=$(cat "$HOME"/.wandb) || fail secret 'the file ~/.wandb of platfor
 export WANDB_API_KEY
 module load cuda/12.8 || fail module 'platform.modules: cuda/12.8 cannot be loaded'
 python -c 'import litgpt_demo' || fail venv 'platform.venv is not set, and PATH has no python with train-litgpt'
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
-export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
+litgpt_first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+litgpt_address=$(scontrol show node -o "$litgpt_first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+export LITGPT_MASTER="${litgpt_address:-$litgpt_first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
 export LITGPT_RESTART="${SLURM_RESTART_COUNT:-0}"
-cpus=$(echo "$SLURM_JOB_CPUS_PER_NODE" | tr , '\n' | sort -n | head -n 1)
-[ -n "$SLURM_CPUS_PER_GPU" ] || export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cpus%%(*}}"
+litgpt_cpus=$(echo "$SLURM_JOB_CPUS_PER_NODE" | tr , '\n' | sort -n | head -n 1)
+[ -n "$SLURM_CPUS_PER_GPU" ] || export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${litgpt_cpus%%(*}}"
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 srun --export=ALL --kill-on-bad-exit=0 --wait=120 \
-  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; trap : TERM; own=$(mktemp -d "${TMPDIR:-/tmp}/train-litgpt.XXXXXX") || exit 43; "${@//@OWN@/$own}"; code=$?; rm -rf "$own"; exit "$code"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 8 --master env:LITGPT_MASTER --run-id owt-1a2b-1-000000 --directory @OWN@ --log-uri gs://bucket/runs/owt/attempts/1 --log-every 10 --grace 120 -- -m litgpt_demo train &
-step=$!
-while kill -0 "$step" 2> /dev/null; do wait "$step"; done
-wait "$step"
+  bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; trap : TERM; litgpt_own=$(mktemp -d "${TMPDIR:-/tmp}/train-litgpt.XXXXXX") || exit 43; "${@//@OWN@/$litgpt_own}"; litgpt_code=$?; rm -rf "$litgpt_own"; exit "$litgpt_code"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 8 --master env:LITGPT_MASTER --run-id owt-1a2b-1-000000 --directory @OWN@ --log-uri gs://bucket/runs/owt/attempts/1 --log-every 10 --grace 120 -- -m litgpt_demo train &
+litgpt_step=$!
+while kill -0 "$litgpt_step" 2> /dev/null; do wait "$litgpt_step"; done
+wait "$litgpt_step"
 exit $?

@@ -20,16 +20,16 @@ export LITGPT_NETWORK='{"name":"plain","gate_seconds":0}'
 export PYTHONUNBUFFERED=1
 export PATH=/shared/venv/bin:$PATH
 /shared/venv/bin/python -c 'import litgpt_demo' || fail venv 'platform.venv=/shared/venv has no python with train-litgpt'
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-address=$(scontrol show node -o "$first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
-export LITGPT_MASTER="${address:-$first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
+litgpt_first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+litgpt_address=$(scontrol show node -o "$litgpt_first" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+export LITGPT_MASTER="${litgpt_address:-$litgpt_first}:$((20000 + SLURM_JOB_ID % 6000 * 2))"
 export LITGPT_RESTART="${SLURM_RESTART_COUNT:-0}"
-cpus=$(echo "$SLURM_JOB_CPUS_PER_NODE" | tr , '\n' | sort -n | head -n 1)
-[ -n "$SLURM_CPUS_PER_GPU" ] || export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${cpus%%(*}}"
+litgpt_cpus=$(echo "$SLURM_JOB_CPUS_PER_NODE" | tr , '\n' | sort -n | head -n 1)
+[ -n "$SLURM_CPUS_PER_GPU" ] || export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-${litgpt_cpus%%(*}}"
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 srun --export=ALL --kill-on-bad-exit=0 --wait=120 --output=/shared/runs/owt/attempts/1/node-%n.log --open-mode=append \
   bash -c 'export LITGPT_HOST="$SLURMD_NODENAME"; exec "$@"' node python -m litgpt_demo node --nodes 2 --node-rank env:SLURM_NODEID --processes 1 --master env:LITGPT_MASTER --run-id owt-1a2b-1-000000 --directory /shared/runs/owt/attempts/1 --grace 120 -- -m litgpt_demo train &
-step=$!
-while kill -0 "$step" 2> /dev/null; do wait "$step"; done
-wait "$step"
+litgpt_step=$!
+while kill -0 "$litgpt_step" 2> /dev/null; do wait "$litgpt_step"; done
+wait "$litgpt_step"
 exit $?

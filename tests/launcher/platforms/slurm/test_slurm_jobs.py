@@ -134,7 +134,7 @@ def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[
 def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, tmp_path: Path) -> None:
     """`srun` inherits no --cpus-per-task; these lines of the script tell it."""
     script = render(job_of(tmp_path), settings_of()).body["script"]
-    lines = [line for line in script.splitlines() if re.search(r"^cpus=|SRUN_CPUS_PER_TASK", line)]
+    lines = [line for line in script.splitlines() if re.search(r"^litgpt_cpus=|SRUN_CPUS_PER_TASK", line)]
     lines.append('echo "$SRUN_CPUS_PER_TASK"')
     environment = {"PATH": os.environ["PATH"], **variables}
     done = subprocess.run(["bash", "-c", "\n".join(lines)], env=environment, capture_output=True, text=True, check=True)
@@ -220,14 +220,15 @@ def test_job_that_cannot_start_its_nodes_says_why(
     assert verdict.evidence.endswith("(on n0)")
 
 
-def test_nodes_have_every_secret_of_the_settings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["TOKEN", "first", "cpus", "step"])
+def test_nodes_have_every_secret(name: str, tmp_path: Path) -> None:
     (tmp_path / "attempts/1").mkdir(parents=True)
     (file := tmp_path / "value").write_text('it\'s "a" $(value)\n')
     node = SlurmNode(tmp_path / "node")
-    settings = settings_of(secrets={"TOKEN": str(file), "OTHER": "~/bin/python"})
+    settings = settings_of(secrets={name: str(file), "HOME_FILE": "~/bin/python"})
     assert node.run(SlurmPlatform(settings).render(job_of(tmp_path)).body["script"]) == 0
-    assert node.environment["TOKEN"] == 'it\'s "a" $(value)'
-    assert node.environment["OTHER"] == "#!/bin/sh"
+    assert node.environment[name] == 'it\'s "a" $(value)'
+    assert node.environment["HOME_FILE"] == "#!/bin/sh"
 
 
 # --- what comes back --------------------------------------------------------------------------------------------------
