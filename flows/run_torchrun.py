@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 
 from prefect import flow, get_run_logger
 from prefect.artifacts import acreate_markdown_artifact
 
 from flows.parameters import cancel_jobs, name_flow_run, takes
 from launcher.benchmark import BenchmarkConfig, lead, markdown
-from launcher.checks.plan import findings_of
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
-from launcher.runs.attempts import CancelWatch, claim_at, known_image, script_of_flow_run
+from launcher.runs.attempts import CancelWatch, claim_at, script_of_flow_run
 from launcher.runs.run import plan_script
 from litgpt_demo.node.gate import RESULT, Result, read_result
 from litgpt_demo.storage import open_storage
-from tasks.preflight import build_image, get_credentials, is_under_way, ship_code
+from tasks.preflight import prepare_job, ship_code
 from tasks.steps import as_it_is, emit, reach, step_task
 from tasks.training import flow_runs, run_job
 
@@ -40,17 +38,15 @@ async def run_script(config: ScriptConfig) -> str:
     await name_flow_run(script.name)
     claim = claim_at(script)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
-    lives = await is_under_way(claim, partial(findings_of, config, {"": script}))
-    image = known_image(config.image) if lives else None
-    if image is None:  # a live job's too, where this step names the image: a new attempt would need it
-        image = (await build_image(config)).image
-    if not lives:
-        await get_credentials(config)
+
+    async def inputs() -> None:
         if script.code is not None:
             await ship_code(as_it_is(script.code), config.root)
+
+    _, identity = await prepare_job(claim, script, inputs)
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
     emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
-    claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=image))
+    claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end

@@ -25,7 +25,7 @@ from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
 from launcher.reports.goodput import attempt_times
 from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
-from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, settle_others
+from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, resolve_name_conflicts
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.run import Run
 from launcher.runs.search import Search
@@ -55,7 +55,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     """Train several variants of a training; returns the table, best first. One that fails does not end the others."""
     # A sweep that goes on reads what its trials have left: finished ones stay, and live ones are followed.
     index, sweep = Index.of(config.root), sweep_name(config)
-    await asyncio.to_thread(settle_others, config, sweep=sweep)
+    await asyncio.to_thread(resolve_name_conflicts, config, sweep=sweep)
     first = await asyncio.to_thread(trials, config)
     plan = cache(plan_dataset)
     runs = await asyncio.to_thread(runs_of, first, plan)

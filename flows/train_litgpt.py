@@ -11,19 +11,17 @@ from functools import partial
 from prefect import flow, get_run_logger
 
 from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, takes
-from launcher.checks.plan import findings_of
 from launcher.config import RunConfig
 from launcher.events import Note
-from launcher.images.identity import SoftwareIdentity
 from launcher.runs.attempts import CancelWatch, claim_at, run_of_flow_run
-from launcher.runs.run import Run, plan_run, recorded_software
+from launcher.runs.run import Run, plan_run
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
-from litgpt_demo.export import FinalManifest, finished
+from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import Row
 from tasks import dataset
 from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.evaluation import CheckpointScores, evaluate
-from tasks.preflight import build_image, get_credentials, is_under_way
+from tasks.preflight import prepare_job
 from tasks.report import LiveReport, publish_report
 from tasks.steps import as_it_is, emit, reach
 from tasks.training import flow_runs, train
@@ -50,16 +48,9 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
-    find, done = partial(findings_of, config, {"": run}), partial(finished, run.storage)
-    lives = await is_under_way(claim, find, done=done)
-    identity = await asyncio.to_thread(recorded_software, run) if lives else None
-    if identity is None:
-        prepared, identity = await _prepared_and_built(config, run)
-    else:
-        prepared = await dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
+    inputs = partial(dataset.prepare_dataset, as_it_is(run.dataset), root=config.root, workers=config.workers)
+    prepared, identity = await prepare_job(claim, run, inputs)
     page.dataset, page.identity = prepared, identity
-    if not lives:
-        await get_credentials(config)
     async with CheckpointScores(run) as scores:
         with closing(Collector(run)) as collector:
 
@@ -85,23 +76,6 @@ async def train_planned(run: Run) -> FinalManifest:
     PLANNED.set(run)
     final: FinalManifest = await train_litgpt(**dict(run.config))
     return final
-
-
-async def _prepared_and_built(config: RunConfig, run: Run) -> tuple[DatasetManifest, SoftwareIdentity]:
-    """Do the first two steps at once. An error of one is told at once and ends the other; so does a cancellation."""
-    preparing = dataset.prepare_dataset(as_it_is(run.dataset), root=config.root, workers=config.workers)
-    one, other = asyncio.create_task(preparing), asyncio.create_task(build_image(config))
-    try:
-        return await asyncio.gather(one, other)
-    except Exception:
-        if not (one.done() and other.done()):
-            what = "the image could not be built" if other.done() else "the dataset could not be prepared"
-            emit(Note(what=f"{what}; the step beside it is stopped, and what it has done is kept", severity="error"))
-        raise
-    finally:
-        one.cancel()
-        other.cancel()
-        await asyncio.gather(one, other, return_exceptions=True)
 
 
 @flow(name="prepare-dataset", persist_result=False)

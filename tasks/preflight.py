@@ -1,15 +1,18 @@
-"""Before a job is started: what can be known to go wrong, the software that nodes run (step 2), and access (step 3)."""
+"""Before a job is started: the preflight, the software that nodes run (step 2), and access (step 3)."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from prefect.artifacts import acreate_table_artifact
 
 from launcher.checks.fitness import check_fitness, chosen_image
+from launcher.checks.plan import findings_of
 from launcher.checks.preflight import check_access
 from launcher.config import RunConfig, ScriptConfig
 from launcher.errors import raise_on_errors
@@ -17,39 +20,83 @@ from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.images.build import prepare_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import NoImage
-from launcher.runs.attempts import Claim, settle_others
+from launcher.runs.attempts import Claim, recorded_software, resolve_name_conflicts
 from launcher.runs.code import CodeArchive
+from launcher.runs.run import Run, Script
 from litgpt_demo.errors import Finding
+from litgpt_demo.export import finished
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import open_storage
 from tasks.steps import emit, step_task
 from tasks.training import ask
 
+T = TypeVar("T")
 
-async def is_under_way(
-    claim: Claim, find: Callable[[], Sequence[Finding]], *, done: Callable[[], object] = lambda: None
-) -> bool:
-    """Return whether a job lives that the claim reattaches to.
 
-    Where none does, refuse what cannot work, and settle with other jobs unless `done` returns what a finished run has:
-    no other job can be in its way. With `start.others=cancel` these are cancelled when nothing is refused any more, and
-    a job of the run on another platform later, when the new one is ready to be submitted.
+async def prepare_job(
+    claim: Claim, work: Run | Script, inputs: Callable[[], Coroutine[Any, Any, T]]
+) -> tuple[T, SoftwareIdentity]:
+    """Do everything that comes before a job: the preflight, then inputs and image in parallel, then access.
+
+    A live job that the claim reattaches to has passed all of it. Its image is built only if no record names it, because
+    a new attempt would need it.
     """
-    attempts, config = claim.attempts, claim.config
-    cancels = config.start.others == "cancel"
-    if (live := await ask(claim, attempts.live)) is not None:
-        if claim.adopts(live):
-            return True
-        claim.require_replaceable(live)
-    if cancels:
-        await report_findings(find, artifact=attempts.run)
-    if await asyncio.to_thread(done) is None:
-        bad = await asyncio.to_thread(settle_others, config, run=attempts.run, open=attempts.open)
+    live = await ask(claim, claim.attempts.live)
+    reattaches = live is not None and claim.should_reattach(live)
+    if reattaches:
+        identity = await asyncio.to_thread(recorded_software, work)
+        if identity is not None:
+            return await inputs(), identity
+    else:
+        if live is not None:
+            claim.require_replaceable(live)
+        await preflight(claim, work)
+    prepared, identity = await _in_parallel(inputs(), build_image(claim.config))
+    if not reattaches:
+        await get_credentials(claim.config)
+    return prepared, identity
+
+
+async def preflight(claim: Claim, work: Run | Script) -> None:
+    """Refuse what cannot work, and resolve conflicts with other jobs of the config's name.
+
+    With `start.others=cancel` the other jobs are cancelled only after the checks have passed. A live job of the same
+    run on another platform is cancelled later, when the new one is ready to be submitted. A finished run starts no job
+    that could be in the way of another one.
+    """
+    check = partial(report_findings, partial(findings_of, claim.config, {"": work}), artifact=claim.attempts.run)
+    if claim.config.start.others == "cancel":
+        await check()
+    if isinstance(work, Script) or await asyncio.to_thread(finished, work.storage) is None:
+        resolve = partial(resolve_name_conflicts, claim.config, run=work.name, open=claim.attempts.open)
+        bad = await asyncio.to_thread(resolve)
         if bad:
             emit(Note(what=str(bad), severity="warning"))
-    if not cancels:
-        await report_findings(find, artifact=attempts.run)
-    return False
+    if claim.config.start.others != "cancel":
+        await check()
+
+
+async def _in_parallel(
+    inputs: Coroutine[Any, Any, T], image: Coroutine[Any, Any, SoftwareIdentity]
+) -> tuple[T, SoftwareIdentity]:
+    """Do both steps at once. An error of one, or a cancellation, ends the other without delay."""
+    preparing, building = asyncio.create_task(inputs), asyncio.create_task(image)
+    try:
+        return await asyncio.gather(preparing, building)
+    except Exception:
+        if not building.done():
+            _report_stopped("the dataset could not be prepared")
+        elif not preparing.done():
+            _report_stopped("the image could not be built")
+        raise
+    finally:
+        preparing.cancel()
+        building.cancel()
+        await asyncio.gather(preparing, building, return_exceptions=True)
+
+
+def _report_stopped(problem: str) -> None:
+    emit(Note(what=f"{problem}; the step in parallel is stopped, and its finished work is kept", severity="error"))
 
 
 @step_task("preflight")

@@ -127,7 +127,7 @@ async def run_job(
     if watch is None:
         watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
     last = await ask(claim, attempts.last)
-    if last is not None and last.status.state.is_live and not claim.adopts(last):
+    if last is not None and last.status.state.is_live and not claim.should_reattach(last):
         claim.require_replaceable(last)
         await ask(claim, partial(watch.replace_live, attempts))
     # Those on the attempts that this flow run has counted, oldest first.
@@ -177,7 +177,12 @@ class _Orchestrator:
         waits = False
         while not await asyncio.to_thread(self.lease.take, unless_stopped_after=self.ended if self.verdict else 0):
             last = await ask(claim, attempts.last)
-            if last is not None and last.number > self.ended and last.status.state.is_live and claim.adopts(last):
+            if (
+                last is not None
+                and last.number > self.ended
+                and last.status.state.is_live
+                and claim.should_reattach(last)
+            ):
                 await asyncio.to_thread(attempts.index.link_flow_run, claim.flow_runs, last.record)
                 _tell(claim, last.record, "started")
                 emit(Note(what=f"{self._leader} leads {last.record.job_name}; this one follows"))

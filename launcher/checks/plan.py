@@ -24,7 +24,7 @@ from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
-from launcher.runs.attempts import Claim, claim_at, settle_others
+from launcher.runs.attempts import Claim, claim_at, resolve_name_conflicts
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
@@ -277,7 +277,7 @@ def _look(work: Run | Script) -> Sight:
         return Sight(work=work, claim=claim, blind=True, findings=tuple(found))
     if claim.config.start.others == "refuse" and (run is None or finished(run.storage) is None):
         try:
-            settle_others(claim.config, run=work.name, open=claim.attempts.open)
+            resolve_name_conflicts(claim.config, run=work.name, open=claim.attempts.open)
         except RunIsLive as error:
             found.append(finding_of(error, "run.live"))
         except UNVERIFIABLE as error:

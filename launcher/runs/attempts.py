@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config import PlatformConfig, RunConfig, ScriptConfig
 from launcher.errors import ConfigProblem, JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Note, report
+from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import Image, PrebuiltImage
 from launcher.job import Job, JobId, JobState, JobStatus, new_nonce
 from launcher.platforms.base import Platform
@@ -290,30 +291,29 @@ class Claim:
         restarts = config.train.restarts if isinstance(config, RunConfig) else config.restarts
         return blamed(verdicts, times=restarts.exclude_after)
 
-    def adopts(self, last: Attempt) -> bool:
+    def should_reattach(self, last: Attempt) -> bool:
         """Return whether the last attempt is this claim's to reattach to: its job lives on the config's platform and
         writes under this root, or it was claimed for that platform and never submitted."""
         record = last.record
         if last.status.state.is_live:
-            is_same_platform = record.platform.get("kind") == self.config.platform.kind
-            return is_same_platform and record.root == self.attempts.index.root.address()
+            return not self._conflict(record)
         if last.status.state is not JobState.ABSENT or has_begun(record.directory):
             return False
         section = self.config.platform.model_dump(mode="json")
         return (record.directory, record.platform) == (self.make_job(last.number).directory, section)
 
     def require_replaceable(self, last: Attempt) -> None:
-        """Raise RunIsLive for a live attempt that the claim does not adopt, unless `start.others` cancels it."""
-        if self.config.start.others == "cancel":
-            return
-        record, kind = last.record, self.config.platform.kind
-        recorded = record.platform.get("kind")
+        """Raise RunIsLive for a live attempt that the claim does not reattach to, unless `start.others` cancels it."""
+        if self.config.start.others != "cancel":
+            raise _run_is_live(last, self._conflict(last.record), fix="wait for it, or cancel it first (--cancel-old)")
+
+    def _conflict(self, record: AttemptRecord) -> str:
+        """Return why this claim cannot reattach to a live attempt of its run; empty if it can."""
         if record.root != self.attempts.index.root.address():
-            other = f"it writes to {record.root}, where this root was"
-        else:
-            other = f"this config's platform is {kind}"
-        what = f"{record.run} runs already, as {record.job_id} on {recorded}, and {other}"
-        raise RunIsLive(f"{what}: wait for it, or run with --cancel-old, which cancels it first")
+            return f"it writes to {record.root}, where this root was"
+        if record.platform.get("kind") != self.config.platform.kind:
+            return f"this config's platform is {self.config.platform.kind}"
+        return ""
 
     def take(
         self, *, ended: int = 0, exclude: tuple[str, ...] = (), leads: Callable[[], bool] = lambda: True
@@ -332,7 +332,7 @@ class Claim:
             last = self.attempts.last()
             if last is not None and last.number <= ended:
                 last = None
-            adopted = last is not None and self.adopts(last)
+            adopted = last is not None and self.should_reattach(last)
             if last is not None and last.status.state.is_live and not adopted:
                 self.require_replaceable(last)
                 self.attempts.stop()
@@ -463,7 +463,14 @@ class CancelWatch:
                 raise JobCancelled(f"{name} was cancelled; the same command goes on from its last checkpoint")
 
 
-def settle_others(
+def _run_is_live(live: Attempt, conflict: str, *, fix: str) -> RunIsLive:
+    record = live.record
+    job = f"{record.job_id} on {record.platform.get('kind')}, {live.status.native}, attempt {live.number}"
+    started = f"started by {record.user} on {record.host}"
+    return RunIsLive(f"{record.run} is already running ({job}, {started}), but {conflict}", fix=fix)
+
+
+def resolve_name_conflicts(
     config: RunConfig | ScriptConfig, *, run: str = "", sweep: str | None = None, open: OpenPlatform | None = None
 ) -> DamagedRecords:
     """A RunIsLive for a live job that has the config's name and is not `run`, unless `start.others` says otherwise.
@@ -483,16 +490,22 @@ def settle_others(
         if (live := attempts.live()) is None:
             continue
         if others != "cancel":
-            of = f"{live.status.native}, attempt {live.number}, started by {live.record.user} on {live.record.host}"
-            mine = f"this config means {run or 'a sweep'}, for its corpus, code, model or settings differ"
-            fix = "cancel the old job first (--cancel-old), or run both (--new)"
-            raise RunIsLive(f"{other} runs already ({of}), and {mine}: {fix}")
+            conflict = f"this config means {run or 'a sweep'}: its corpus, code, model or settings differ"
+            raise _run_is_live(live, conflict, fix="cancel the old job first (--cancel-old), or run both (--new)")
         report(Note(what=f"cancelling {live.record.job_id} of {other}, which has this config's name, and runs"))
         attempts.cancel()
     bad.pop(run, None)
     if bad and sweep is None:
         raise DataError(bad[min(bad)])
     return bad
+
+
+def recorded_software(work: Run | Script) -> SoftwareIdentity | None:
+    """Return the software of the newest attempt; None for a script whose image is not named by its config."""
+    if isinstance(work, Run):
+        return TypeAdapter(SoftwareIdentity).validate_python(read_document(work.storage).software)
+    image = known_image(work.config.image)
+    return None if image is None else SoftwareIdentity(image=image, commit=None, dirty=False)
 
 
 def known_image(image: Image) -> str | None:

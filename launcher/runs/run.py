@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from pydantic import Field, JsonValue, TypeAdapter
+from pydantic import Field, JsonValue
 
 from launcher.config import RunConfig, ScriptConfig
 from launcher.images.identity import SBOM, SoftwareIdentity, bill_of_materials
@@ -26,7 +26,7 @@ from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import NetworkError, Unreachable, UserError
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
-from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, read_document, write_document
+from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, write_document
 from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.origins import find_origin
@@ -160,12 +160,6 @@ def write_config(
     write_document(run.storage, document)
     if identity is not None and (bill := bill_of_materials(identity, run.config.image)) is not None:
         run.storage.write(SBOM, bill.encode())
-
-
-def recorded_software(run: Run) -> SoftwareIdentity | None:
-    """Return the software that a run was started with; None where its version did not record it."""
-    software = read_document(run.storage).software
-    return TypeAdapter(SoftwareIdentity).validate_python(software) if software else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,13 +119,13 @@ def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
         preparing.wait()
         raise ConfigProblem("the registry refuses it")
 
-    monkeypatch.setattr("flows.train_litgpt.findings_of", lambda *_: [])  # the preflight rehearses a preparation
+    monkeypatch.setattr("tasks.preflight.findings_of", lambda *_: [])  # the preflight rehearses a preparation
     monkeypatch.setattr("tasks.dataset.preparation.prepare", prepare_for_hours)
     monkeypatch.setattr("tasks.preflight.prepare_image", build)
     with Listener(events.append), pytest.raises(ConfigProblem, match="the registry refuses it"):
         asyncio.run(train_litgpt(**dict(tiny())))
     told = [event.what for event in events if isinstance(event, Note) and event.severity == "error"]
-    assert told == ["the image could not be built; the step beside it is stopped, and what it has done is kept"]
+    assert told == ["the image could not be built; the step in parallel is stopped, and its finished work is kept"]
     assert reused(events) == {}
 
 
@@ -154,7 +154,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
         raise JobCancelled("no job is begun here")
 
     # The preflight compares weights and model in a process, which is looked at below.
-    monkeypatch.setattr("flows.train_litgpt.findings_of", lambda *_: [])
+    monkeypatch.setattr("tasks.preflight.findings_of", lambda *_: [])
     monkeypatch.setattr("tasks.training.run_job", refused)
     with pytest.raises(JobCancelled, match="no job is begun here"):
         run_again(continued())

@@ -19,7 +19,7 @@ from launcher.events import Listener, Note
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, settle_others
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, resolve_name_conflicts
 from launcher.runs.index import DamagedRecords
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
@@ -88,7 +88,8 @@ def test_a_run_that_lives_on_another_platform_is_not_doubled_here(claim: Claim, 
     job_id = begin(claim)
     gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
     moved = replace(claim, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
-    with pytest.raises(RunIsLive, match=r"runs already, as strict/.* on local.* --cancel-old"):
+    words = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--cancel-old"
+    with pytest.raises(RunIsLive, match=words):
         moved.take()
     start = moved.config.start.model_copy(update={"others": "cancel"})
     assert replace(moved, config=moved.config.model_copy(update={"start": start})).take().attempt == 2
@@ -211,14 +212,15 @@ def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) 
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:
     """As the pipeline does before it starts anything, for another key of the same name."""
     start = {"start": StartSettings.model_validate({"others": others, "sweep": sweep})}
-    return settle_others(claim.config.model_copy(update=start), run="gpt-9999999999", open=claim.attempts.open)
+    return resolve_name_conflicts(claim.config.model_copy(update=start), run="gpt-9999999999", open=claim.attempts.open)
 
 
 def test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user_says_so(
     claim: Claim, platform: StrictPlatform
 ) -> None:
     job_id = begin(claim)
-    with pytest.raises(RunIsLive, match=r"gpt-0123456789 runs already.*means gpt-9999999999.*--cancel-old.*--new"):
+    words = r"gpt-0123456789 is already running.*means gpt-9999999999.*--cancel-old.*--new"
+    with pytest.raises(RunIsLive, match=words):
         settle(claim)
     settle(claim, "keep")
     assert platform.live() == [job_id]
@@ -309,7 +311,7 @@ def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
     moved = claim_on(platform, new, RUN)
     [found] = moved.attempts.all()
     assert (found.record.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
-    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was: .*--cancel-old"):
+    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was; .*--cancel-old"):
         moved.take()
     assert moved.attempts.cancel() == [job_id]
     assert moved.take().attempt == 2
