@@ -15,7 +15,7 @@ from launcher.config import RunConfig, config_document, validated
 from launcher.errors import JobFailed
 from launcher.runs.run import Run, plan_run
 from litgpt_demo import PYTHON
-from litgpt_demo.documents import bring
+from litgpt_demo.documents import fetch_verified
 from litgpt_demo.errors import DataError, FailureClass, fault_of_exit_code
 from litgpt_demo.export import exported
 from litgpt_demo.runs import FINAL, read_metrics
@@ -51,7 +51,7 @@ class Submitted:
             why = "; ".join(final.findings) if final else "it is not collected yet, which wait() waits for"
             raise DataError(f"{self.run.name} has no model for transformers: {why}")
         records = [record for record in final.files if record.path.startswith("huggingface/")]
-        folder = bring(self.run.storage.within(FINAL), records, lambda: make_temporary(self.run.name))
+        folder = fetch_verified(self.run.storage.within(FINAL), records, lambda: make_temporary(self.run.name))
         return opened(folder / "huggingface")
 
 

@@ -11,7 +11,7 @@ from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSet
 from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
-from litgpt_demo.config import Count, Place, Settings
+from litgpt_demo.config import Count, PathOrUri, Settings
 from litgpt_demo.node.gate import Result
 
 
@@ -31,7 +31,7 @@ class BenchmarkConfig(Settings):
 
     name: str = Field("network", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
-    root: Place = "output"
+    root: PathOrUri = "output"
     """A folder, or gs://bucket/prefix, that the results are written under."""
     measure: MeasureSettings = MeasureSettings()
     """The measurement."""

@@ -26,13 +26,13 @@ from litgpt_demo.config import (
     DataConfig,
     EvaluationConfig,
     FreeValue,
-    Kind,
     ModelConfig,
-    Place,
+    PathOrUri,
     PositiveCount,
     RestartSettings,
     Settings,
     TrainConfig,
+    discriminator,
 )
 
 # A job's name is `<name>-<key>-<attempt>-<nonce>`. Kubernetes takes 63 characters with what JobSet appends: its
@@ -49,7 +49,7 @@ else:
 class ThreadWorkers(Settings, title="Threads"):
     """Threads of the process that runs the flow. The tokenizer leaves Python's lock, so they use every core."""
 
-    kind: Literal["threads"] = Kind("threads")
+    kind: Literal["threads"] = discriminator("threads")
     count: PositiveCount | None = None
     """The number of workers; empty means one per core, or two per core if the root is a bucket."""
 
@@ -57,7 +57,7 @@ class ThreadWorkers(Settings, title="Threads"):
 class ProcessWorkers(Settings, title="Processes"):
     """Processes of this machine."""
 
-    kind: Literal["processes"] = Kind("processes")
+    kind: Literal["processes"] = discriminator("processes")
     count: PositiveCount | None = None
     """The number of workers; empty means one per core."""
 
@@ -65,7 +65,7 @@ class ProcessWorkers(Settings, title="Processes"):
 class DaskWorkers(Settings, title="Dask cluster"):
     """The workers of a Dask cluster, which must see the root and have this package installed."""
 
-    kind: Literal["dask"] = Kind("dask")
+    kind: Literal["dask"] = discriminator("dask")
     scheduler: str = Field(pattern=r"^(tcp|tls|ucx|ws|wss)://")
     """Address of the cluster's scheduler: tcp://10.0.0.2:8786."""
 
@@ -119,7 +119,7 @@ class RunConfig(Settings):
 
     name: str = Field("gpt", pattern=NAME_PATTERN)
     """The name of the run: lower-case letters, digits and dashes, at most 32."""
-    root: Place = "output"
+    root: PathOrUri = "output"
     """The folder, or gs://bucket/prefix, of all files of this run: dataset, checkpoints, logs, models."""
     data: DataConfig = DataConfig()
     """The text, and how it becomes tokens."""
@@ -144,7 +144,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
-        self.train.accumulation(self.world_size)
+        self.train.gradient_accumulation_steps(self.world_size)
         nodes, processes = self.platform.nodes, self.platform.processes
         if self.train.strategy == "hybrid" and 1 in (nodes, processes):
             problem = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
@@ -182,7 +182,7 @@ class RunConfig(Settings):
 class CodeSettings(Settings, title="Code"):
     """A folder of your own code, which is copied to the nodes: a change to it needs no new image."""
 
-    mount: Place = Field(min_length=1)
+    mount: PathOrUri = Field(min_length=1)
     """A folder of the machine where the flow runs; give an absolute path for a deployment, whose worker starts in
     another folder. Ranks start in a copy of it, which is first on PYTHONPATH, and `script` is a path in it. Files that
     its .dockerignore lists or that look like secrets are left out."""
@@ -193,9 +193,9 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
 
     name: str = Field("script", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
-    root: Place = "output"
+    root: PathOrUri = "output"
     """The folder, or gs://bucket/prefix, of the logs."""
-    script: Place
+    script: PathOrUri
     """A Python file (a path) or a module (`-m package.module`)."""
     code: CodeSettings | None = None
     """The folder of your own code that is copied to the nodes; empty means the script is in the image."""

@@ -82,7 +82,7 @@ class Settings(BaseModel):
         return schema
 
 
-def key_of(*inputs: BaseModel | JsonValue) -> str:
+def content_hash(*inputs: BaseModel | JsonValue) -> str:
     """A short hash of the inputs that decide an output: same inputs, same key, same place, same job name."""
     plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in inputs]
     return sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:10]
@@ -138,10 +138,10 @@ def _written_out(place: str) -> str:
     return place
 
 
-Place = Annotated[str, AfterValidator(_written_out)]
+PathOrUri = Annotated[str, AfterValidator(_written_out)]
 
 
-def Kind(name: str) -> Any:  # noqa: N802 (reads as the type of the field it makes)
+def discriminator(name: str) -> Any:
     """The tag of a union's branch: required, so that `{}` fits no branch, yet filled in by Prefect's form."""
     return Field(json_schema_extra={"default": name})
 
@@ -160,7 +160,7 @@ class _Corpus(Settings):
 class StdlibCorpus(_Corpus, title="Python standard library"):
     """The source files of the running Python's standard library: real text that every machine has, no download."""
 
-    kind: Literal["stdlib"] = Kind("stdlib")
+    kind: Literal["stdlib"] = discriminator("stdlib")
     max_bytes: PositiveCount | None = None
     """Stop after the document that reaches this many bytes of text; empty takes all of it (tens of MB)."""
 
@@ -168,8 +168,8 @@ class StdlibCorpus(_Corpus, title="Python standard library"):
 class FileCorpus(_Corpus, title="Files"):
     """Files of text, JSON lines or parquet; plain or compressed; on this machine or in a bucket."""
 
-    kind: Literal["files"] = Kind("files")
-    paths: tuple[Place, ...] = Field(min_length=1)
+    kind: Literal["files"] = discriminator("files")
+    paths: tuple[PathOrUri, ...] = Field(min_length=1)
     """Files, folders or patterns: `data/*.parquet`, `gs://bucket/texts/**/*.jsonl.zst`. Their order does not matter."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """`auto` goes by the file name: .parquet, .jsonl, .ndjson or .json (an object a line), anything else is text."""
@@ -190,7 +190,7 @@ class FileCorpus(_Corpus, title="Files"):
 class HubCorpus(_Corpus, title="Hugging Face dataset"):
     """A dataset repository of the Hugging Face Hub, by name."""
 
-    kind: Literal["hub"] = Kind("hub")
+    kind: Literal["hub"] = discriminator("hub")
     name: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
     """`owner/name` of the dataset repository."""
     revision: str = "main"
@@ -212,7 +212,7 @@ class HubCorpus(_Corpus, title="Hugging Face dataset"):
 class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
     """OpenWebText, 54 GB of web pages. With the GPT-2 tokenizer its known totals are required."""
 
-    kind: Literal["openwebtext"] = Kind("openwebtext")
+    kind: Literal["openwebtext"] = discriminator("openwebtext")
     max_bytes: ClassVar[int | None] = None  # its totals are those of all of it
     revision: str = "main"
     """Branch, tag or commit of Skylion007/openwebtext."""
@@ -221,10 +221,10 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
 class TokensCorpus(_Corpus, title="Token ids"):
     """Files of token ids, as nanoGPT and LitGPT make them: train.bin and val.bin. They are read where they lie."""
 
-    kind: Literal["tokens"] = Kind("tokens")
+    kind: Literal["tokens"] = discriminator("tokens")
     is_tokenized: ClassVar[bool] = True
     max_bytes: ClassVar[int | None] = None
-    path: Place = Field(min_length=1)
+    path: PathOrUri = Field(min_length=1)
     """The folder of the files, on this machine or in a bucket."""
     train: Annotated[str, AfterValidator(posixpath.normpath)] = Field("train*.bin", min_length=1)
     """Pattern of the training split's files in that folder; several are read as one, by name: train_2.bin before
@@ -248,7 +248,7 @@ Corpus = Annotated[
 class TrainedTokenizer(Settings, title="Train on the corpus"):
     """A byte-level BPE tokenizer trained on the corpus itself."""
 
-    kind: Literal["train"] = Kind("train")
+    kind: Literal["train"] = discriminator("train")
     vocab_size: Count = Field(4096, ge=257)
     """Number of token ids, the end-of-text token included. 256 are the bytes themselves."""
     sample_bytes: Count = Field(8_000_000, gt=0)
@@ -258,8 +258,8 @@ class TrainedTokenizer(Settings, title="Train on the corpus"):
 class TokenizerFile(Settings, title="tokenizer.json"):
     """A `tokenizer.json` on this machine or in a bucket."""
 
-    kind: Literal["file"] = Kind("file")
-    path: Place
+    kind: Literal["file"] = discriminator("file")
+    path: PathOrUri
     """The path of the file; a `tokenizer_config.json` next to it names its end-of-text token."""
     end_of_text: str | None = None
     """The token that closes a document, where no tokenizer_config.json names it."""
@@ -268,15 +268,15 @@ class TokenizerFile(Settings, title="tokenizer.json"):
 class LitgptTokenizer(Settings, title="LitGPT checkpoint"):
     """The tokenizer of a LitGPT checkpoint directory."""
 
-    kind: Literal["litgpt"] = Kind("litgpt")
-    path: Place
+    kind: Literal["litgpt"] = discriminator("litgpt")
+    path: PathOrUri
     """The checkpoint directory, as `litgpt download` leaves it."""
 
 
 class HubTokenizer(Settings, title="Hugging Face tokenizer"):
     """A tokenizer of the Hugging Face Hub, by name."""
 
-    kind: Literal["hub"] = Kind("hub")
+    kind: Literal["hub"] = discriminator("hub")
     name: str = Field("openai-community/gpt2", pattern=r"^[\w.-]+(/[\w.-]+)?$")
     """`owner/name` of the model repository."""
     revision: str = "main"
@@ -306,16 +306,16 @@ class Filters(Settings, title="Filters"):
         return self
 
 
-PERIOD = 1000
-"""Samples in which a mixture has the same number of each source's, wherever one begins to count."""
+MIXTURE_CYCLE = 1000
+"""Any so many samples in a row of a mixture have the same number of samples of each source."""
 
 
-def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Return how many of PERIOD samples each weight has, by largest remainder; of equal ones the first is larger."""
-    exact = [PERIOD * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+def largest_remainder(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the samples in MIXTURE_CYCLE for each weight. Of equal remainders the first one is rounded up."""
+    exact = [MIXTURE_CYCLE * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
     shares = [math.floor(share) for share in exact]
     order = sorted(range(len(exact)), key=lambda number: shares[number] - exact[number])
-    for number in order[: PERIOD - sum(shares)]:
+    for number in order[: MIXTURE_CYCLE - sum(shares)]:
         shares[number] += 1
     return tuple(shares)
 
@@ -335,7 +335,7 @@ class MixtureSource(Settings, title="Source"):
     filters: Filters | None = None
     """Filters of its documents; empty is `data.filters`."""
     validation_fraction: float | None = Field(None, gt=0, lt=1)
-    """Share of its documents kept for validation; empty is `data.validation_fraction`."""
+    """UnitInterval of its documents kept for validation; empty is `data.validation_fraction`."""
 
     @property
     def label(self) -> str:
@@ -373,7 +373,7 @@ class DataConfig(Settings, title="Data"):
     """A document of more bytes is too long. A book has 1 MB, all of enwik9 1 GB; without a limit, one small compressed
     file could take all memory."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
-    """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
+    """UnitInterval of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
     split_seed: int = Field(2357, ge=0)
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
@@ -400,8 +400,8 @@ class DataConfig(Settings, title="Data"):
     @property
     def schedule(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
         """Return the shares of a mixture's sources from each share of the run on."""
-        first = (0.0, shares_of([one.weight for one in self.mixture]))
-        return (first, *((stage.after, shares_of(stage.weights)) for stage in self.stages))
+        first = (0.0, largest_remainder([one.weight for one in self.mixture]))
+        return (first, *((stage.after, largest_remainder(stage.weights)) for stage in self.stages))
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -424,9 +424,11 @@ class DataConfig(Settings, title="Data"):
             if len(weights) != len(names) or not any(weights):
                 each = ", ".join(names)
                 raise ValueError(f"data.mixture has weights {weights}; give one for each of {each}, and not 0 to all")
-            for name, weight, share in zip(names, weights, shares_of(weights), strict=True):
+            for name, weight, share in zip(names, weights, largest_remainder(weights), strict=True):
                 if weight and not share:
-                    raise ValueError(f"data.mixture: {name} has less than 1 of {PERIOD} samples; raise its weight")
+                    raise ValueError(
+                        f"data.mixture: {name} has less than 1 of {MIXTURE_CYCLE} samples; raise its weight"
+                    )
         _ = self.parts  # each has to be a dataset
         return self
 
@@ -440,7 +442,7 @@ class ModelConfig(Settings, title="Model", serialize_by_alias=True):
     """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
     """Tokens per training sample; at most the model's block_size."""
-    origin: Place | None = Field(None, alias="from", exclude_if=lambda origin: origin is None)
+    origin: PathOrUri | None = Field(None, alias="from", exclude_if=lambda origin: origin is None)
     """Weights to start from: a run by its name, a checkpoint's folder, a LitGPT or Hugging Face folder, or the Hub's
     `owner/name`. Empty starts from random ones."""
     with_optimizer: bool = Field(False, exclude_if=lambda wanted: not wanted)
@@ -460,7 +462,7 @@ class ModelConfig(Settings, title="Model", serialize_by_alias=True):
         return self
 
 
-Share = Annotated[float, Field(ge=0, lt=1)]
+UnitInterval = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _is_a_name(secret: str | None) -> str | None:
@@ -610,7 +612,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """With schedule=wsd, the last steps, in which the learning rate falls; below 1 a share of the run."""
     weight_decay: ShapesModel[float] = Field(0.1, ge=0)
     """AdamW's decay of matrices; biases and norms do not decay."""
-    betas: ShapesModel[tuple[Share, Share]] = (0.9, 0.95)
+    betas: ShapesModel[tuple[UnitInterval, UnitInterval]] = (0.9, 0.95)
     """AdamW's averaging factors."""
     clip_norm: ShapesModel[float | None] = Field(1.0, gt=0)
     """Gradients are scaled down to this norm; empty leaves them."""
@@ -727,11 +729,11 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             return math.ceil(self.max_tokens / per_step)
         return max(1, tokens // per_step)
 
-    def ways(self, nodes: int, processes: int) -> int:
+    def shard_degree(self, nodes: int, processes: int) -> int:
         """Return the ranks that a copy of the model is sharded over, of so many nodes with so many processes each."""
         return {"fsdp": nodes * processes, "hybrid": processes}.get(self.strategy, 1)
 
-    def accumulation(self, world_size: int) -> int:
+    def gradient_accumulation_steps(self, world_size: int) -> int:
         """Forward passes of each process per optimizer step."""
         share = world_size * self.micro_batch
         if self.global_batch % share:
@@ -762,7 +764,7 @@ class EvaluationConfig(Settings, title="Evaluation"):
 
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks, groups or tags: `lm-eval ls tasks` lists them."""
-    task_folder: Place | None = None
+    task_folder: PathOrUri | None = None
     """A folder of this machine with task files of your own, and their data, named relative to it. A task file may run
     Python: give one that you trust."""
     limit: PositiveCount | None = None
@@ -781,7 +783,7 @@ Orders: TypeAlias = tuple[tuple[str, int], ...]
 """Orders of samples, each by the key of its dataset and `train.seed`."""
 
 
-class Origin(Settings):
+class InitialWeights(Settings):
     """The weights that a training starts from, as they were found."""
 
     kind: Literal["checkpoint", "litgpt", "huggingface"]
@@ -802,7 +804,7 @@ class Origin(Settings):
     def key(self) -> str:
         """Their part in a run's key. The same weights are the same in every bucket and folder, and on the Hub."""
         files: JsonValue = {name: list(file) for name, file in self.files.items()}
-        return self.listed_as or key_of(self.kind, files, self.optimizer)
+        return self.listed_as or content_hash(self.kind, files, self.optimizer)
 
 
 class TrainingSpec(Settings):
@@ -817,7 +819,7 @@ class TrainingSpec(Settings):
     train: TrainConfig
     steps: int = Field(gt=0)
     """Optimizer steps of the whole run."""
-    origin: Origin | None = Field(None, exclude_if=lambda origin: origin is None)
+    origin: InitialWeights | None = Field(None, exclude_if=lambda origin: origin is None)
     """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
     """Ranks that were asked for; a rank that finds itself among another number stops (DESIGN: never train alone)."""

@@ -58,7 +58,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
     if len(content) > MOST_BYTES:
         raise DataError(f"{where} has {len(content):,} bytes, and no document of ours has {MOST_BYTES:,}; {fix}")
     try:
-        text = _unsealed(content)
+        text = _without_checksum(content)
         value: T = _adapter(cast(Any, kind)).validate_json(text)
         if re.search(rb"\d{20}", text):
             json.loads(text, parse_int=_whole)
@@ -85,20 +85,20 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-Sealed: TypeAlias = Literal["manifest", "config", "record"]
+ChecksummedKind: TypeAlias = Literal["manifest", "config", "record"]
 
-# The last line of a sealed document is the checksum of what is before it, because nothing else vouches for it.
-_NAMES = "|".join(get_args(Sealed))
+# The last line of a document is the checksum of what is before it, because nothing else vouches for it.
+_NAMES = "|".join(get_args(ChecksummedKind))
 _SEAL = re.compile(rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f]{{8}})"\n\}}'.encode(), re.DOTALL)
 
 
-def sealed(text: bytes, name: Sealed) -> bytes:
+def with_checksum(text: bytes, name: ChecksummedKind) -> bytes:
     """Return a JSON object, written with an indent of 1, with `<name>_crc32c` as its last member."""
     inside = text.removesuffix(b"\n}")
     return b'%s,\n "%s_crc32c": "%s"\n}' % (inside, name.encode(), _crc32c(inside))
 
 
-def _unsealed(content: bytes) -> bytes:
+def _without_checksum(content: bytes) -> bytes:
     """The document without its last line. One of an older version has none, and one that lost it is no JSON."""
     if (seal := _SEAL.fullmatch(content)) is None:
         return content
@@ -143,7 +143,7 @@ def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
 
 def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
     """Commit the folder: every file the manifest names must be there already."""
-    return storage.write(MANIFEST, sealed(manifest.model_dump_json(indent=1).encode(), "manifest"))
+    return storage.write(MANIFEST, with_checksum(manifest.model_dump_json(indent=1).encode(), "manifest"))
 
 
 def differences(folder: Path, records: Iterable[FileRecord]) -> list[str]:
@@ -163,7 +163,9 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
     return None
 
 
-def bring(storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path], fix: str = _ANEW) -> Path:
+def fetch_verified(
+    storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path], fix: str = _ANEW
+) -> Path:
     """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
 
     A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, JsonValue
 
 from litgpt_demo.config import Settings, TrainingSpec
-from litgpt_demo.documents import Unreadable, parse_json, sealed
+from litgpt_demo.documents import Unreadable, parse_json, with_checksum
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, DataError, FailureClass, TooLarge
 from litgpt_demo.metrics import MOST_FILE, rows_of
 from litgpt_demo.storage import Storage
@@ -69,7 +69,7 @@ def write_document(run: Storage, document: RunDocument) -> None:
     if (folder := run.local_path()) is not None:
         with translate_os_errors(run.root):
             make_private(folder)
-    run.write(CONFIG, sealed(document.model_dump_json(indent=1).encode(), "config"))
+    run.write(CONFIG, with_checksum(document.model_dump_json(indent=1).encode(), "config"))
 
 
 def read_document(run: Storage) -> RunDocument:

@@ -31,7 +31,7 @@ from launcher.runs.restarts import Budget, without_machine
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import asked, follow, pause, read_logs
 from litgpt_demo import timeouts
-from litgpt_demo.config import Origin, RestartSettings
+from litgpt_demo.config import InitialWeights, RestartSettings
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, one_line
@@ -40,7 +40,7 @@ from litgpt_demo.runs import node_reports, read_metrics
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import MANIFEST, open_storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.origins import bring_origin
+from litgpt_demo.training.origins import fetch_initial_weights
 from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
 from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
 
@@ -74,7 +74,7 @@ async def train(
             spec = spec.model_copy(update={"train": needed.train})  # of the strategy that `auto` comes to
         if run.origin is not None:
             check = partial(_require_fit, run, dataset.vocab_size)
-            found = await asyncio.to_thread(bring_origin, run.origin, run.root, check)
+            found = await asyncio.to_thread(fetch_initial_weights, run.origin, run.root, check)
             spec = spec.model_copy(update={"origin": found})
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
         claim = replace(
@@ -90,7 +90,7 @@ async def train(
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
 
 
-def _require_fit(run: Run, vocab_size: int, origin: Origin) -> None:
+def _require_fit(run: Run, vocab_size: int, origin: InitialWeights) -> None:
     for finding in origin_problems(run, origin, vocab_size=vocab_size):
         raise UserError(finding.what, fix=finding.fix)
 

@@ -17,10 +17,10 @@ from litgpt_demo.models.model import LossGPT, initialise
 from litgpt_demo.optimizers import decay_groups
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoint_reader import training_state
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
 from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import training_state
 from litgpt_demo.training.saving import Shards
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 

@@ -77,7 +77,7 @@ def test_neither_files_nor_packages_import_each_other_in_a_circle() -> None:
 # A pickle calls what it names: a stored one is read where the names are known, and weights as nothing but weights.
 MAY_UNPICKLE = {
     "litgpt_demo/node/evidence.py": "the dump of torch's flight recorder, of which no name is followed",
-    "litgpt_demo/training/reading.py": "the reader that knows what a checkpoint holds",
+    "litgpt_demo/training/checkpoint_reader.py": "the reader that knows what a checkpoint holds",
     "litgpt_demo/training/saving.py": "the size of an index that it writes",
 }
 _UNPICKLERS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "FileSystemReader", "lazy_load"}
@@ -97,7 +97,7 @@ def executes_what_it_reads(node: ast.AST) -> bool:
 def test_no_stored_pickle_is_executed() -> None:
     found = {path for path in source() if any(map(executes_what_it_reads, source()[path]))}
     found |= {path for path in source() for _, name in imports(path) if not _UNPICKLERS.isdisjoint(name.split("."))}
-    assert found == MAY_UNPICKLE.keys(), "use litgpt_demo.training.reading"
+    assert found == MAY_UNPICKLE.keys(), "use litgpt_demo.training.checkpoint_reader"
 
 
 def test_every_python_is_started_without_the_current_folder_on_its_path() -> None:

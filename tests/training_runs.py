@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import pytest
 from corpora import corpus_in, prepared
 
-from litgpt_demo.config import DataConfig, ModelConfig, Origin, TrainConfig, TrainingSpec
+from litgpt_demo.config import DataConfig, InitialWeights, ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.metrics import curve, rows_of
@@ -79,8 +79,8 @@ def one_thread() -> None:
 
 
 def write_run(
-    folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL, origin: Origin | None = None,
-    **train: Any,
+    folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL,
+    origin: InitialWeights | None = None, **train: Any,
 ) -> Path:  # fmt: skip
     """A run's folder as the launcher leaves it before training."""
     asked = TrainConfig.model_validate(TRAIN | train)

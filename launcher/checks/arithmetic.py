@@ -18,7 +18,7 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import Finding
 from litgpt_demo.metrics import Row
 from litgpt_demo.models import estimates
-from litgpt_demo.models.devices import device_named, multiplied_in
+from litgpt_demo.models.devices import device_named, matmul_dtype
 from litgpt_demo.optimizers import optimizer_of
 
 UTILISATION = 0.35
@@ -54,7 +54,7 @@ def place_of(config: RunConfig) -> Place | None:
         device = device_named(name)
         if device is None:
             return None
-        peak = device.peak(multiplied_in(train.precision, float8=train.float8))
+        peak = device.peak(matmul_dtype(train.precision, float8=train.float8))
         return Place(name=device.name, kind="cuda", memory=device.memory, peak=peak)
     if not platform.on_this_machine:
         return None
@@ -86,7 +86,7 @@ class Needs:
     @property
     def saved(self) -> int:
         """A save on a CPU copies the state into the same memory."""
-        return self.memory.saved if self.place is not None and self.place.kind == "cpu" else 0
+        return self.memory.checkpoint_bytes if self.place is not None and self.place.kind == "cpu" else 0
 
     @property
     def likely(self) -> int:
@@ -120,7 +120,9 @@ def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] =
         why = f"a copy for each {whose} does not fit: it takes {bytes_text(takes.likely)} of each {asked.place.name}"
         return replace(fitting["fsdp"], why=why)
     speed, how = _speed(config, metrics)
-    over_all, over_nodes = (estimates.sent(model, fitting[name].train, **ranks) for name in ("fsdp", "hybrid"))
+    over_all, over_nodes = (
+        estimates.network_bytes_per_step(model, fitting[name].train, **ranks) for name in ("fsdp", "hybrid")
+    )
     flops = estimates.flops_per_token(model, length) * train.global_batch * length
     products, seconds = seconds_for(config, flops), over_all / speed if speed else None
     sends = f"{bytes_text(int(over_all))} a step" + (f", {seconds:.2g} s at {how}" if seconds else "")
@@ -175,7 +177,7 @@ def figures(
     if (needed := needs(config, vocab_size=vocab_size, metrics=metrics)) is None:
         return []
     model, length, place, memory = needed.model, needed.length, needed.place, needed.memory
-    sizes = sorted(estimates.block(model, layer).held for layer in range(model.n_layer))
+    sizes = sorted(estimates.block(model, layer).total for layer in range(model.n_layer))
     each = count_text(sizes[0]) if sizes[0] == sizes[-1] else f"{count_text(sizes[0])} to {count_text(sizes[-1])}"
     embedding = f"embedding and output of {model.padded_vocab_size:,} x {model.n_embd:,} each"
     rows = [("parameters", count_text(estimates.parameters(model)), f"{len(sizes)} blocks of {each}, {embedding}")]
@@ -191,7 +193,7 @@ def figures(
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
     train, nodes = needed.train, config.platform.nodes
     optimizer = optimizer_of(train).title
-    ways = train.ways(nodes, config.platform.processes)
+    ways = train.shard_degree(nodes, config.platform.processes)
     if needed.world_size > 1:
         strategy = train.strategy.replace("auto", "ddp")
         how = needed.why or f"as train.strategy={strategy} says"
@@ -200,21 +202,21 @@ def figures(
             how += f"; weights, {optimizer} and gradients of {bytes_text(ways * state)} / {ways} processes"
             how += f" = {bytes_text(state)}; {_NOT_HERE}"
         rows.append(("strategy", strategy, how))
-    gradients = memory.gradients if memory.kept else 0
+    gradients = memory.gradients if memory.gradients_persist else 0
     parts = {
         "weights": memory.weights,
         optimizer: memory.optimizer,
-        "gathered": memory.gathered,
+        "gathered": memory.unsharded,
         "gradients": gradients,
     }
-    moment, most = max(memory.moments.items(), key=lambda item: item[1])
+    moment, most = max(memory.peak_phases.items(), key=lambda item: item[1])
     parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
     how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
     how += "" if place is None else f"; {place.name} has {bytes_text(place.memory)}"
     how += "; a report's peak memory counts Python and torch too, 0.5 GB" if place and place.kind == "cpu" else ""
     rows.append(("memory per process", bytes_text(needed.likely), how))
     if place is None or place.kind == "cuda":  # a CPU's copy is in its memory above
-        state = memory.saved * ways
+        state = memory.checkpoint_bytes * ways
         how = f"weights and {optimizer} {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
         rows.append(("host memory of a save", bytes_text(-(-state // nodes)), f"{how}, copied on each node"))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
@@ -227,7 +229,7 @@ def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
     if place is None or total <= place.memory or any(one.likely > place.memory for one in several):
         return  # what does not fit alone is told of that training
     fits = max(1, place.memory // several[0].likely)
-    surely = sum(one.memory.least for one in several) > place.memory or total > _UNCERTAIN * place.memory
+    surely = sum(one.memory.min_bytes for one in several) > place.memory or total > _UNCERTAIN * place.memory
     what = f"{len(several)} trials at a time take about {bytes_text(total)} per process together"
     what += f", and {place.name} has {bytes_text(place.memory)}"
     yield Finding("error" if surely else "warning", "sweep.memory", what, f"set sweep.max_parallel={fits}")
@@ -242,7 +244,7 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     needed = needs(config, vocab_size=vocab_size)
     if needed is None or needed.place is None or needed.fits:
         return
-    place, likely, certain = needed.place, needed.likely, needed.memory.least
+    place, likely, certain = needed.place, needed.likely, needed.memory.min_bytes
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
     surely = certain > place.memory or likely > margin * place.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"

@@ -29,7 +29,7 @@ from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo import timeouts
-from litgpt_demo.config import RestartSettings, TrainedTokenizer, key_of
+from litgpt_demo.config import RestartSettings, TrainedTokenizer, content_hash
 from litgpt_demo.data.dataset import (
     DatasetManifest,
     PlannedDataset,
@@ -303,7 +303,7 @@ def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
             blocked.append(list(preflight.check_script(sight.work, sight.claim.platform, job)))
             continue
         config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
-        if (place := key_of(config.root, config.platform, config.image)) not in places:
+        if (place := content_hash(config.root, config.platform, config.image)) not in places:
             places[place] = preflight.check_place(config, sight.claim.platform, job)
         if planned.key not in corpora:  # the start of its texts is read
             corpora[planned.key] = list(warnings_of(planned))
@@ -313,7 +313,7 @@ def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
         found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
         if problem := replay_problem(sight.run.origin, planned.sample_keys, config.train.seed):
             found.append(Finding("error", "model.from.samples", *problem))
-        if (model := key_of(config.model, planned.key)) not in origins:  # by a process that takes seconds
+        if (model := content_hash(config.model, planned.key)) not in origins:  # by a process that takes seconds
             origins[model] = list(preflight.check_origin(sight.run, dataset, vocab_size=sight.vocabulary))
         found += origins[model]
         rehearsed = dataset or rehearsals[planned.key]
@@ -325,7 +325,7 @@ def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
             except TrainLitgptError as error:
                 found.append(finding_of(error, "data.too-small"))
         if dataset is None:
-            if (who := key_of(config.workers)) not in workers:  # a scheduler is asked over the network
+            if (who := content_hash(config.workers)) not in workers:  # a scheduler is asked over the network
                 workers[who] = preflight.check_workers(config.workers)
             found += workers[who]
         blocked.append(found)

@@ -35,7 +35,7 @@ from launcher.job import Job
 from launcher.platforms.base import Platform
 from launcher.runs.run import Run, Script
 from litgpt_demo import PYTHON, catalogue
-from litgpt_demo.config import EvaluationConfig, ModelConfig, Origin, TrainConfig
+from litgpt_demo.config import EvaluationConfig, InitialWeights, ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.node.checks import check_packages
@@ -140,7 +140,7 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
         yield from origin_problems(run, origin, vocab_size=vocab_size)
 
 
-def origin_problems(run: Run, origin: Origin, *, vocab_size: int) -> Iterator[Finding]:
+def origin_problems(run: Run, origin: InitialWeights, *, vocab_size: int) -> Iterator[Finding]:
     """Compare weights with a run's model: their settings, and in a local folder the names and shapes of tensors."""
     model = run.config.model.model_dump(mode="json")
     question = {"model": model, "vocab_size": vocab_size, "origin": origin.model_dump(mode="json")}

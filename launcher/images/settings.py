@@ -9,19 +9,19 @@ from pydantic import Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
 from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
-from litgpt_demo.config import Count, Kind, Settings
+from litgpt_demo.config import Count, Settings, discriminator
 
 
 class NoImage(Settings, title="No image"):
     """The nodes run this very environment: for `platform: {kind: local}`."""
 
-    kind: Literal["none"] = Kind("none")
+    kind: Literal["none"] = discriminator("none")
 
 
 class PrebuiltImage(Settings, title="Prebuilt image"):
     """An image that is in its registry already."""
 
-    kind: Literal["prebuilt"] = Kind("prebuilt")
+    kind: Literal["prebuilt"] = discriminator("prebuilt")
     reference: str
     """`registry/repository:tag` or `registry/repository@sha256:…`. A tag counts as its digest now; no `latest`."""
 
@@ -101,7 +101,7 @@ class BuiltImage(Settings):
 class DockerImage(BuiltImage, title="Built here, with Docker or Podman"):
     """An image that a container engine builds here and pushes."""
 
-    kind: Literal["docker"] = Kind("docker")
+    kind: Literal["docker"] = discriminator("docker")
     engine: Literal["auto", "docker", "podman"] = "auto"
     """The program that builds; auto takes the first of docker and podman that is installed."""
 
@@ -109,7 +109,7 @@ class DockerImage(BuiltImage, title="Built here, with Docker or Podman"):
 class CloudBuildImage(BuiltImage, title="Built with Google Cloud Build"):
     """An image that Google Cloud Build builds and pushes. The context goes through the run's bucket."""
 
-    kind: Literal["cloudbuild"] = Kind("cloudbuild")
+    kind: Literal["cloudbuild"] = discriminator("cloudbuild")
     project: str | None = Field(None, pattern=r"^[a-z][a-z0-9.:-]{4,}[a-z0-9]$")
     """Google Cloud project of the build; empty is that of the repository in Artifact Registry."""
     location: str = Field("global", pattern=r"^[a-z]+(-[a-z]+[0-9])?$")

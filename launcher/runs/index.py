@@ -35,7 +35,7 @@ from pydantic import Field, JsonValue
 
 from launcher.job import JobId, JobState, JobStatus, MachineName, Moment, attempt_name
 from litgpt_demo.config import Settings
-from litgpt_demo.documents import parse_json, sealed
+from litgpt_demo.documents import parse_json, with_checksum
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.runs import ATTEMPTS, JobFault
 from litgpt_demo.storage import Storage, open_storage
@@ -265,7 +265,7 @@ class Index:
 
     def save_log_position(self, record: AttemptRecord, position: str) -> None:
         """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""
-        place = sealed(json.dumps({"position": position}, indent=1).encode(), "record")
+        place = with_checksum(json.dumps({"position": position}, indent=1).encode(), "record")
         with suppress(TrainLitgptError):  # the lines are then handed on again
             replace(self._folder, durable=False).write(f"{record.run}/{record.attempt}.read.json", place)
 
@@ -384,7 +384,7 @@ def _verdict_path(run: str, attempt: int) -> str:
 
 
 def _content(value: Settings) -> bytes:
-    return sealed(value.model_dump_json(indent=1).encode(), "record")
+    return with_checksum(value.model_dump_json(indent=1).encode(), "record")
 
 
 @cache

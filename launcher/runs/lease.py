@@ -27,7 +27,7 @@ from typing import Literal, Self, TypeVar
 
 from launcher.runs.index import INDEX, Index, whoami
 from litgpt_demo.config import Settings
-from litgpt_demo.documents import parse_json, sealed
+from litgpt_demo.documents import parse_json, with_checksum
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage import Storage
 
@@ -107,7 +107,9 @@ class FolderLease:
         if newest and not self._is_free(newest, unless_stopped_after):
             return False
         self._close()
-        if not self._folder.create(f"{newest + 1}.json", sealed(self._me.model_dump_json(indent=1).encode(), "record")):
+        if not self._folder.create(
+            f"{newest + 1}.json", with_checksum(self._me.model_dump_json(indent=1).encode(), "record")
+        ):
             return False  # somebody was faster
         self.inherited = self.holder.flow_run if self._lived and self.holder else None
         self._term, self.holder = newest + 1, None
@@ -138,7 +140,7 @@ class FolderLease:
             self._lose()
         if term:
             content = json.dumps({"stopped": stopped}, indent=1)
-            self._folder.create(f"{term}.released.json", sealed(content.encode(), "record"))
+            self._folder.create(f"{term}.released.json", with_checksum(content.encode(), "record"))
 
     def _newest(self) -> int:
         return max((int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))), default=0)

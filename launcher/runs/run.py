@@ -13,7 +13,7 @@ from launcher.images.identity import SBOM, SoftwareIdentity, bill_of_materials
 from launcher.job import Job
 from launcher.runs.code import CodeArchive, pack_code
 from litgpt_demo import catalogue
-from litgpt_demo.config import Origin, Settings, TrainingSpec, key_of
+from litgpt_demo.config import InitialWeights, Settings, TrainingSpec, content_hash
 from litgpt_demo.data.dataset import (
     UNKNOWN,
     DatasetManifest,
@@ -29,7 +29,7 @@ from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, write_document
 from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.origins import find_origin
+from litgpt_demo.training.origins import find_initial_weights
 
 FORMAT = 1
 """Part of every run's key: raise it when the same settings mean another training."""
@@ -42,7 +42,7 @@ class Run:
     config: RunConfig
     dataset: PlannedDataset
     key: str
-    origin: Origin | None = None
+    origin: InitialWeights | None = None
     """The weights that it starts from; None for random ones."""
 
     @property
@@ -93,9 +93,9 @@ def plan_run(config: RunConfig) -> Run:
     return run_of(config, plan_dataset(config.data), origin_of(config))
 
 
-def origin_of(config: RunConfig) -> Origin | None:
+def origin_of(config: RunConfig) -> InitialWeights | None:
     """Return the weights that the config's model starts from."""
-    return find_origin(config.model.origin, config.model.with_optimizer, config.root)
+    return find_initial_weights(config.model.origin, config.model.with_optimizer, config.root)
 
 
 def preview_run(config: RunConfig) -> Run:
@@ -108,13 +108,13 @@ def preview_run(config: RunConfig) -> Run:
     return run_of(config, dataset, origin)
 
 
-def run_of(config: RunConfig, dataset: PlannedDataset, origin: Origin | None = None) -> Run:
+def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | None = None) -> Run:
     """Return the run of a config whose dataset and weights to start from are found already: finding reads them all."""
     train = config.train.run_id_settings()
     fields = catalogue.settings(config.model.name, config.model.config)
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
     model |= {} if origin is None else {"origin": origin.key}
-    key = UNKNOWN if dataset.unknown else key_of(FORMAT, dataset.key, model, dict(train))
+    key = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.key, model, dict(train))
     return Run(config=config, dataset=dataset, key=key, origin=origin)
 
 
@@ -174,7 +174,7 @@ class Script:
     def name(self) -> str:
         """Same script, arguments, environment and code: same name, so that a live job is adopted."""
         parts: list[JsonValue] = [list(self.config.program), dict(self.config.env)]
-        return f"{self.config.name}-{key_of(FORMAT, *parts, *([self.code.sha256] if self.code else []))}"
+        return f"{self.config.name}-{content_hash(FORMAT, *parts, *([self.code.sha256] if self.code else []))}"
 
     @property
     def root(self) -> Storage:
@@ -214,7 +214,7 @@ class RunManifest(Settings):
     tokens: int
     validation_loss: float | None
     """Nats per token."""
-    origin: Origin | None = Field(None, exclude_if=lambda origin: origin is None)
+    origin: InitialWeights | None = Field(None, exclude_if=lambda origin: origin is None)
     """The weights that it started from, with their checksums."""
     attempts: int
     files: tuple[FileRecord, ...]

@@ -15,9 +15,9 @@ from launcher.formatting import setting_text
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.run import Run, run_of
 from launcher.runs.search import Search
-from litgpt_demo.config import DataConfig, key_of
+from litgpt_demo.config import DataConfig, content_hash
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
-from litgpt_demo.training.origins import find_origin
+from litgpt_demo.training.origins import find_initial_weights
 
 MOST_TRIALS = 10_000
 """More are a mistake in the grid, and would take minutes only to be listed."""
@@ -45,7 +45,7 @@ def sweep_name(sweep: SweepConfig) -> str:
     with another number of them at a time.
     """
     search = sweep.sweep.model_dump(mode="json", include={"grid", "space", "sampler", "seed", "objectives", "prune"})
-    return f"{sweep.name}-{key_of(search, sweep.data, sweep.model, sweep.train.run_id_settings())}"
+    return f"{sweep.name}-{content_hash(search, sweep.data, sweep.model, sweep.train.run_id_settings())}"
 
 
 def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue], number: int = 0) -> Trial:
@@ -78,7 +78,9 @@ def trials(sweep: SweepConfig) -> list[Trial]:
     if problems and not (draws and made):
         raise ConfigProblem("\n".join(problems[:_PREVIEWED]))
     # What decides the trained model: two trials that agree in it would share one run's folder.
-    if len({key_of(one.config.data, one.config.model, one.config.train.run_id_settings()) for one in made}) < len(made):
+    if len({content_hash(one.config.data, one.config.model, one.config.train.run_id_settings()) for one in made}) < len(
+        made
+    ):
         raise ConfigProblem(
             "sweep: two of its trials are the same training, which a root keeps once: a value is listed twice, or a "
             "setting is varied that does not change the model (micro_batch, strategy, compile, platform, name, …)",
@@ -90,7 +92,7 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset] = plan_dataset) -> list[Run]:
     """Return the runs of these trials; `plan` looks at a corpus once, however many of them read it."""
-    planned, found = cache(plan), cache(find_origin)
+    planned, found = cache(plan), cache(find_initial_weights)
     configs = [trial.config for trial in every]
     return [
         run_of(config, planned(config.data), found(config.model.origin, config.model.with_optimizer, config.root))

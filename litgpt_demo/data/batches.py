@@ -1,7 +1,7 @@
 """The tokens of each step: a pure function of (dataset key, seed, step).
 
-Of a mixture a fixed sequence of PERIOD sources, over and over, says which source each sample of the run comes from, so
-that any PERIOD samples in a row have the same number of each. Its own samples come in an order of their own.
+For a mixture, a table of MIXTURE_CYCLE sources, repeated, assigns a source to each sample of the run. So any
+MIXTURE_CYCLE samples in a row have the same number of each source. Its own samples come in an order of their own.
 Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
 """
 
@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import PERIOD, TrainingSpec
+from litgpt_demo.config import MIXTURE_CYCLE, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, TokenDataset, open_dataset, open_split, stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
@@ -39,14 +39,14 @@ class MixtureSchedule:
         self._count = len(schedule[0][1])
         spans = [end - after for after, end in pairwise([*(after for after, _ in schedule), 1.0])]
         each = zip(*(shares for _, shares in schedule), strict=True)
-        self.shares = [sum(map(mul, spans, shares)) / PERIOD for shares in each]
+        self.shares = [sum(map(mul, spans, shares)) / MIXTURE_CYCLE for shares in each]
         """Each source's share of a run, all stages together."""
 
     def samples_seen(self, samples: int) -> npt.NDArray[np.int64]:
         """Return how many of the first samples come from each source."""
         total = np.zeros(self._count, dtype=np.int64)
         for start, end, table in zip(self._starts, [*self._starts[1:], samples], self._tables, strict=True):
-            periods, rest = divmod(max(0, min(end, samples) - start), PERIOD)
+            periods, rest = divmod(max(0, min(end, samples) - start), MIXTURE_CYCLE)
             for part, times in ((table, periods), (table[:rest], 1)):
                 total += times * np.bincount(part, minlength=self._count)
         return total
@@ -59,17 +59,21 @@ class MixtureSchedule:
         for number in np.unique(stages):
             start, table, here = self._starts[number], self._tables[number], stages == number
             each = np.stack([np.cumsum(table == source) for source in range(self._count)])
-            periods, rest = np.divmod(numbers[here] - start, PERIOD)
+            periods, rest = np.divmod(numbers[here] - start, MIXTURE_CYCLE)
             sources[here] = which = table[rest]
             before[here] = self.samples_seen(start)[which] + periods * each[which, -1] + each[which, rest] - 1
         return sources, before.astype(np.uint64)
 
 
 def interleave_sources(shares: Sequence[int]) -> npt.NDArray[np.int64]:
-    """A sequence of PERIOD sources with so many of each, as evenly spread as it goes: next is the one most behind."""
-    given, wanted, table = np.zeros(len(shares), dtype=np.int64), np.array(shares), np.empty(PERIOD, dtype=np.int64)
-    for place in range(PERIOD):
-        table[place] = source = int(np.argmax(wanted * (place + 1) - PERIOD * given))
+    """Return MIXTURE_CYCLE sources with so many of each, evenly interleaved: next is the source furthest behind."""
+    given, wanted, table = (
+        np.zeros(len(shares), dtype=np.int64),
+        np.array(shares),
+        np.empty(MIXTURE_CYCLE, dtype=np.int64),
+    )
+    for place in range(MIXTURE_CYCLE):
+        table[place] = source = int(np.argmax(wanted * (place + 1) - MIXTURE_CYCLE * given))
         given[source] += 1
     return table
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import google_crc32c
 from pydantic import Field, JsonValue
 
-from litgpt_demo.config import DataConfig, Filters, Settings, key_of, slug
+from litgpt_demo.config import DataConfig, Filters, Settings, content_hash, slug
 from litgpt_demo.data.corpus import kind_of
 from litgpt_demo.data.reading import Source, first_few
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
-from litgpt_demo.documents import FileRecord, bring, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, fetch_verified, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, Finding, NetworkError, Unreachable, UserError
 from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
 from litgpt_demo.storage.local import translate_os_errors
@@ -71,11 +71,11 @@ class Ingredient(Settings):
 
 
 class Mixture(Settings):
-    """The sources that the samples of a training come from, and how many of a PERIOD each gives."""
+    """The sources that the samples of a training come from, and how many of a MIXTURE_CYCLE each gives."""
 
     sources: tuple[Ingredient, ...]
     schedule: tuple[tuple[float, tuple[int, ...]], ...]
-    """Shares of PERIOD, from each share of the run on."""
+    """Shares of MIXTURE_CYCLE, from each share of the run on."""
 
 
 class DatasetManifest(Settings):
@@ -151,7 +151,7 @@ class DatasetManifest(Settings):
 
 def mixture_key(keys: Sequence[str], schedule: Sequence[tuple[float, tuple[int, ...]]]) -> str:
     """Return the key of the datasets with these keys, mixed in these shares."""
-    return key_of(FORMAT, [*keys], [[after, *shares] for after, shares in schedule])
+    return content_hash(FORMAT, [*keys], [[after, *shares] for after, shares in schedule])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
         sources=tuple(files),
         tokenizer=tokenizer,
         name=data.corpus.label,
-        key=key_of(FORMAT, kind.identity(files), identity, settings, unicode),
+        key=content_hash(FORMAT, kind.identity(files), identity, settings, unicode),
         skipped_paths=tuple(skipped_paths),
     )
 
@@ -281,9 +281,11 @@ def stage(address: str, scratch: Path, *, train: bool = True) -> Path:
     for part in manifest.ingredients(address):
         stage(part, scratch, train=train)
     wanted = [record for record in manifest.files if train or record not in manifest.train.files]
-    folder = bring(storage, [one for one in wanted if one not in manifest.elsewhere], lambda: target)
+    folder = fetch_verified(storage, [one for one in wanted if one not in manifest.elsewhere], lambda: target)
     if manifest.home is not None:
-        bring(open_storage(manifest.home), [one for one in wanted if one in manifest.elsewhere], lambda: target)
+        fetch_verified(
+            open_storage(manifest.home), [one for one in wanted if one in manifest.elsewhere], lambda: target
+        )
     if storage.local_path() is None:  # what came from several places lies together now
         write_manifest(open_storage(str(folder)), manifest.model_copy(update={"home": None}))
     return folder

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, key_of
+from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, content_hash
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.fetching import forget
 from litgpt_demo.data.reading import BadDocument, first_few
@@ -74,7 +74,7 @@ class PrepContext:
         if (local := open_storage(self.root).local_path(f".scratch/{name}")) is not None:
             return local
         # Several buckets may have this dataset.
-        return own_temporary() / f"{name}-{key_of(self.root)}"
+        return own_temporary() / f"{name}-{content_hash(self.root)}"
 
     def make_scratch(self) -> Path:
         """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
@@ -143,8 +143,8 @@ def file_name(number: int, suffix: str) -> str:
 
 
 def _digest_of(shard: Shard) -> str:
-    parts = [key_of(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
-    return key_of(shard.number, shard.limit, *parts)
+    parts = [content_hash(part.source.name, part.source.version, part.start, part.end) for part in shard.parts]
+    return content_hash(shard.number, shard.limit, *parts)
 
 
 def _recorded(work: PrepContext, name: str, kind: type[Record], shard: Shard) -> Record | None:
@@ -378,7 +378,7 @@ class EncodeTask:
     @property
     def digest(self) -> str:
         survey = self.survey
-        return key_of(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
+        return content_hash(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
 
     def keep_mask(self, progress_store: Storage) -> Mask:
         """Say of every document, as it is read, whether it is encoded."""

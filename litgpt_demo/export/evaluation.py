@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import FiniteFloat
 
-from litgpt_demo.config import EvaluationConfig, Settings, key_of
-from litgpt_demo.documents import FileRecord, bring, parse_json, sealed, write_manifest
+from litgpt_demo.config import EvaluationConfig, Settings, content_hash
+from litgpt_demo.documents import FileRecord, fetch_verified, parse_json, with_checksum, write_manifest
 from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, fault_of_exception, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.card import CARD
@@ -93,7 +93,7 @@ def place_of(model: FinalManifest | int, asked: EvaluationConfig) -> str:
     files = sorted(path for path in there if "__pycache__" not in path.parts)  # the harness imports what is beside them
     tasks = [f"{path.relative_to(folder or path)} {sha256_of(path)}" for path in files]
     what = asked.model_dump(mode="json", exclude={"task_folder", "batch_size"})
-    return f"{EVALUATIONS}/{key_of(what, which, ' '.join(tasks))}.json"
+    return f"{EVALUATIONS}/{content_hash(what, which, ' '.join(tasks))}.json"
 
 
 def read_evaluation(run: Storage, path: str) -> Evaluation | None:
@@ -162,7 +162,7 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
 
             model = huggingface_of(run, which, Path(scratch))
         else:
-            folder = bring(run.within(FINAL), _files(which), lambda: Path(scratch))
+            folder = fetch_verified(run.within(FINAL), _files(which), lambda: Path(scratch))
             model = folder / HUGGINGFACE.removeprefix(f"{FINAL}/")
         try:
             result: Mapping[str, Any] = simple_evaluate(
@@ -193,7 +193,7 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
     versions = {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}
     reached = which if isinstance(which, int) else which.step
     made = Evaluation(step=reached, asked=asked, scores=tuple(scores), versions=versions)
-    run.write(path, sealed(made.model_dump_json(indent=1).encode(), "record"))
+    run.write(path, with_checksum(made.model_dump_json(indent=1).encode(), "record"))
     return made
 
 

@@ -15,7 +15,7 @@ from litgpt.tokenizer import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from litgpt_demo.data.dataset import open_dataset
-from litgpt_demo.documents import bring
+from litgpt_demo.documents import fetch_verified
 from litgpt_demo.errors import UserError
 from litgpt_demo.export import exported
 from litgpt_demo.export.models import verified_checkpoint
@@ -23,7 +23,7 @@ from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.models.sampling import sampled
 from litgpt_demo.runs import FINAL, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.reading import load_weights, refusing
+from litgpt_demo.training.checkpoint_reader import explain_unpickling_errors, load_weights
 
 
 class Writer:
@@ -39,17 +39,20 @@ class Writer:
             scratch = Path(temporary)
             if (final := exported(run)) is not None:
                 files = [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{LITGPT}/")]
-                folder = bring(run.within(FINAL), files, lambda: scratch) / LITGPT.removeprefix(f"{FINAL}/")
+                folder = fetch_verified(run.within(FINAL), files, lambda: scratch) / LITGPT.removeprefix(f"{FINAL}/")
                 with fabric.init_module(empty_init=True):
                     self._model = GPT(Config.from_file(folder / "model_config.yaml"))
-                with refusing(run.address(LITGPT)):
+                with explain_unpickling_errors(run.address(LITGPT)):
                     weights = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
                 self._model.load_state_dict(weights)
                 self.step = final.step
             else:
                 found, shards = verified_checkpoint(run, spec, scratch, step=None, newest=True)
                 dataset = open_dataset(spec.dataset)
-                folder = bring(open_storage(spec.dataset), dataset.tokenizer, lambda: scratch / "dataset") / "tokenizer"
+                folder = (
+                    fetch_verified(open_storage(spec.dataset), dataset.tokenizer, lambda: scratch / "dataset")
+                    / "tokenizer"
+                )
                 with fabric.init_module(empty_init=True):
                     self._model = GPT(litgpt_config(spec.model, vocab_size=dataset.vocab_size))
                 load_weights(shards, self._model.state_dict())

@@ -23,7 +23,7 @@ from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.batches import open_samples
 from litgpt_demo.data.dataset import open_dataset, stage
 from litgpt_demo.data.tokens import TOKENIZER_FILES
-from litgpt_demo.documents import FileRecord, bring, differences, parse_json, write_manifest
+from litgpt_demo.documents import FileRecord, differences, fetch_verified, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
 from litgpt_demo.export.card import cost_of, write_card
@@ -37,8 +37,8 @@ from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoint_reader import files_of_weights
 from litgpt_demo.training.checkpoints import CheckpointManifest
-from litgpt_demo.training.reading import files_of_weights
 
 Report: TypeAlias = Callable[[str], None]
 """Gets what is done from now on."""
@@ -108,7 +108,7 @@ def verified_checkpoint(
     def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
         try:
             records = [file for file in found.files if file.path in names]
-            return bring(run.within(checkpoints.folder_of(found.step)), records, lambda: scratch / "shards")
+            return fetch_verified(run.within(checkpoints.folder_of(found.step)), records, lambda: scratch / "shards")
         except DataError as error:
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)

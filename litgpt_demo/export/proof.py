@@ -30,8 +30,8 @@ from litgpt_demo.metrics import perplexity
 from litgpt_demo.models.model import LossGPT
 from litgpt_demo.models.sampling import sampled
 from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT
+from litgpt_demo.training.checkpoint_reader import explain_unpickling_errors, load_weights
 from litgpt_demo.training.checkpoints import CheckpointManifest, reached_end
-from litgpt_demo.training.reading import load_weights, refusing
 
 # Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model
 # computes what the trainer's does, to the bit; transformers' differs by about 1e-6.
@@ -136,7 +136,7 @@ def opened_by_litgpt(
     from litgpt import LLM
 
     # Maps the file and reads none of the weights. LitGPT 0.5 executes what else is in it, whatever torch is told.
-    with refusing(str(folder)):
+    with explain_unpickling_errors(str(folder)):
         torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     llm: Any = LLM.load(str(folder), distribute=None)
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")

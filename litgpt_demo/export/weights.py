@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from litgpt_demo.models.huggingface import Rename, Tensors
 from litgpt_demo.storage.local import translate_os_errors
-from litgpt_demo.training.reading import WEIGHTS, load_weights, read_index
+from litgpt_demo.training.checkpoint_reader import WEIGHTS, load_weights, read_index
 
 # Hugging Face's own limit: a file of this size can be fetched again when a download is cut short.
 SHARD_BYTES = 5_000_000_000

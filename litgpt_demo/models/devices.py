@@ -18,18 +18,18 @@ class Device(NamedTuple):
     """The name by `torch.cuda.get_device_name()`, and the names that platforms have for it; as a regular expression."""
     memory: int
     """Bytes; the least of the versions that share a name."""
-    half: float
+    tflops_16bit: float
     """Peak TFLOP/s in products of 16 bits."""
-    float32: float
-    float8: float | None
-    bfloat16: bool
+    tflops_32bit: float
+    tflops_8bit: float | None
+    has_bfloat16: bool
     """Whether those 16 bits may be bfloat16, as well as float16."""
     source: str
 
     def peak(self, multiplied: str) -> float | None:
         """FLOP/s in products of this type; None where it is not fast on the device."""
-        figures = {"float16": self.half, "float32": self.float32, "float8": self.float8}
-        figure = self.half if multiplied == "bfloat16" and self.bfloat16 else figures.get(multiplied)
+        figures = {"float16": self.tflops_16bit, "float32": self.tflops_32bit, "float8": self.tflops_8bit}
+        figure = self.tflops_16bit if multiplied == "bfloat16" and self.has_bfloat16 else figures.get(multiplied)
         return None if figure is None else figure * 1e12
 
 
@@ -90,7 +90,7 @@ def device_named(name: str) -> Device | None:
     return next((device for device in DEVICES if re.search(device.pattern, name, re.IGNORECASE)), None)
 
 
-def multiplied_in(precision: str, *, float8: bool = False) -> str:
+def matmul_dtype(precision: str, *, float8: bool = False) -> str:
     """The type of a training's matrix products, for Fabric's word for its precision."""
     if float8:
         return "float8"

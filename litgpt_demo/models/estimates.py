@@ -18,11 +18,12 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.optimizers import optimizer_of
 
 
-class Weights(NamedTuple):
-    """The numbers of a layer, and those of them that each token is multiplied with."""
+class ParamCount(NamedTuple):
+    """The parameters of a layer."""
 
-    held: int
-    used: int
+    total: int
+    active: int
+    """Those that each token is multiplied with."""
 
 
 def _norm(config: Any) -> int:
@@ -31,7 +32,8 @@ def _norm(config: Any) -> int:
     return 0 if "OLMo" in config.name else 2
 
 
-def _ways_in(config: Any) -> int:
+def _inputs(config: Any) -> int:
+    """Return the number of products that widen the input of an MLP: a gated one has two."""
     return 1 if config.mlp_class_name == "GptNeoxMLP" else 2
 
 
@@ -39,14 +41,14 @@ def _has_experts(config: Any, layer: int) -> bool:
     return config.mlp_class_name == "LLaMAMoE" and layer >= (config.first_k_dense_replace or 0)
 
 
-def block(config: Any, layer: int) -> Weights:
-    """One of the model's blocks."""
+def block(config: Any, layer: int) -> ParamCount:
+    """Count the parameters of one of the model's blocks."""
     width, heads, bias = config.n_embd, config.n_head, config.bias
     has_second = config.norm_2 and not config.shared_attention_norm
-    held = _norm(config) * width * (config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm)
+    total = _norm(config) * width * (config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm)
     # The products, as inputs, outputs and whether there is a bias.
     if config.latent_attention:
-        held += config.q_lora_rank + config.kv_lora_rank
+        total += config.q_lora_rank + config.kv_lora_rank
         products = [
             (width, config.q_lora_rank, config.attn_bias),
             (config.q_lora_rank, heads * config.qk_head_dim, bias),
@@ -59,10 +61,10 @@ def block(config: Any, layer: int) -> Weights:
         products = [(width, queries + 2 * keys, bias or config.attn_bias), (queries, width, bias)]
         if config.norm_qk:
             each_head = config.norm_qk_type == "default"
-            held += _norm(config) * (2 * config.head_size if each_head else queries + keys)
+            total += _norm(config) * (2 * config.head_size if each_head else queries + keys)
 
     def mlp(size: int) -> list[tuple[int, int, bool]]:
-        return [(size, width, bias), *[(width, size, bias)] * _ways_in(config)]
+        return [(size, width, bias), *[(width, size, bias)] * _inputs(config)]
 
     experts: list[tuple[int, int, bool]] = []
     if _has_experts(config, layer):
@@ -72,8 +74,8 @@ def block(config: Any, layer: int) -> Weights:
             products += mlp(config.moe_intermediate_size * config.n_shared_expert)
     else:
         products += mlp(config.intermediate_size)
-    return Weights(
-        held + _sizes(products, biases=True) + (config.n_expert or 0) * _sizes(experts, biases=True),
+    return ParamCount(
+        total + _sizes(products, biases=True) + (config.n_expert or 0) * _sizes(experts, biases=True),
         _sizes(products) + (config.n_expert_per_token or 0) * _sizes(experts),
     )
 
@@ -89,14 +91,14 @@ def table(config: Any) -> int:
 
 def parameters(config: Any) -> int:
     """The parameters of the whole model, experts that a token does not see included."""
-    blocks = sum(block(config, layer).held for layer in range(config.n_layer))
+    blocks = sum(block(config, layer).total for layer in range(config.n_layer))
     head = config.padded_vocab_size if config.lm_head_bias else 0
     return int(blocks + 2 * table(config) + head + _norm(config) * config.n_embd)
 
 
 def used_parameters(config: Any) -> int:
     """Weights in the matrix products that one token passes through: no embedding, for that is a look-up."""
-    return sum(block(config, layer).used for layer in range(config.n_layer)) + table(config)
+    return sum(block(config, layer).active for layer in range(config.n_layer)) + table(config)
 
 
 def attention_flops(config: Any, length: int) -> int:
@@ -133,139 +135,153 @@ def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device, by what they are for."""
+    """Bytes on one device, by their purpose."""
 
     weights: int
     optimizer: int
     """The state of the optimizer."""
-    gathered: int
-    """Weights of other devices that FSDP brings together, and their gradients before they are spread."""
+    unsharded: int
+    """Weights of other devices that FSDP gathers, and their gradients before they are scattered."""
     gradients: int
-    kept: bool
-    """Whether gradients are there all the time: batches are accumulated, or ranks sum theirs in buckets."""
+    gradients_persist: bool
+    """Whether gradients are kept between steps: batches are accumulated, or ranks reduce theirs in buckets."""
     activations: int
     """Bytes that the forward pass keeps for the backward pass."""
-    room: int
-    """Bytes for the logits of a few rows, on a CPU alone: memory that is kept from step to step."""
-    moments: Mapping[str, int]
-    """Bytes on top of the state, and of what FSDP gathers, when a step is fullest."""
+    workspace: int
+    """Bytes for the logits of a few rows. A CPU alone keeps them from step to step."""
+    peak_phases: Mapping[str, int]
+    """Bytes on top of the state and of `unsharded`, in each phase of a step that may be the fullest."""
 
     @property
     def state(self) -> int:
         """Bytes between two steps, whatever the batch."""
-        return self.weights + self.optimizer + self.room + (self.gradients if self.kept else 0)
+        gradients = self.gradients if self.gradients_persist else 0
+        return self.weights + self.optimizer + self.workspace + gradients
 
     @property
-    def least(self) -> int:
+    def min_bytes(self) -> int:
         """Bytes of a step, whatever the batch: its update needs weights, gradients and optimizer state."""
         return self.weights + self.optimizer + self.gradients
 
     @property
-    def saved(self) -> int:
+    def checkpoint_bytes(self) -> int:
         """Bytes that a checkpoint copies into the host's memory."""
         return self.weights + self.optimizer
 
     @property
     def total(self) -> int:
-        return self.state + self.gathered + max(self.moments.values())
+        return self.state + self.unsharded + max(self.peak_phases.values())
 
 
 def memory(
     config: Any, train: TrainConfig, *, length: int, world_size: int, nodes: int = 1, device: str = "cuda"
 ) -> Memory:
     """Return what one of `world_size` devices, cuda or cpu, holds in a step; torch.compile needs less."""
-    kept = 2 if train.precision in {"bf16-true", "16-true"} else 4
+    # Bytes of a number: as a weight is stored, and as it is multiplied.
+    stored = 2 if train.precision in {"bf16-true", "16-true"} else 4
     multiplied = 4 if train.precision == "32-true" else 2
-    cast = multiplied if kept != multiplied else 0
-    layers, tokens, count = range(config.n_layer), train.micro_batch * length, parameters(config)
-    ways = train.ways(nodes, world_size // nodes)
-    sharded, share = ways > 1, -(-count // ways)
-    sizes = [block(config, layer).held for layer in layers]
-    gathered = 0
-    if sharded:
+    cast = multiplied if stored != multiplied else 0
+
+    tokens = train.micro_batch * length
+    layers = range(config.n_layer)
+    sizes = [block(config, layer).total for layer in layers]
+    shard_degree = train.shard_degree(nodes, world_size // nodes)
+    weights = stored * -(-parameters(config) // shard_degree)
+
+    unsharded = 0
+    if shard_degree > 1:
         # Two blocks or all of them, and the two tables, which stay gathered; gradients of one block and of the tables.
-        here = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
-        gathered = (kept if device == "cpu" else multiplied) * (here + 2 * table(config))
-        gathered += 4 * (max(sizes) + 2 * table(config))
+        blocks = 2 * max(sizes) if train.reshard_after_forward else sum(sizes)
+        unsharded = (stored if device == "cpu" else multiplied) * (blocks + 2 * table(config))
+        unsharded += 4 * (max(sizes) + 2 * table(config))
+
     # Per token, what waits for the backward pass: of each block, and what enters the last norm.
-    of_blocks = [_kept_of_block(config, layer, length, multiplied=multiplied, kept=kept) for layer in layers]
-    whole, products = zip(*of_blocks, strict=True)
-    entry = int(kept * config.n_embd)
-    stored = {
-        "none": sum(whole) + entry,
+    kept_of_blocks = [_kept_of_block(config, layer, length, multiplied=multiplied, stored=stored) for layer in layers]
+    everything, products = zip(*kept_of_blocks, strict=True)
+    entry = int(stored * config.n_embd)
+    kept = {
+        "none": sum(everything) + entry,
         "selective": int(config.n_layer + 1) * entry + sum(products),
         "full": int(config.n_layer + 1) * entry,
     }[train.activation_checkpointing]
     windowed = any(has_window(config, layer) and config.sliding_window_size < length for layer in layers)
-    mask = multiplied * length**2 if windowed else 0  # one, which all windows of a pass share
-    activations = tokens * stored + mask
-    # The loss (models.model) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
+    mask = multiplied * length**2 if windowed else 0  # all windows of a pass share one
+    activations = tokens * kept + mask
+
+    # The loss (models.loss) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
     capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
     hidden = int(tokens * config.n_embd)
     logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
-    room = 4 * logits if device == "cpu" else 0
-    loss = hidden * kept + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))
+    workspace = 4 * logits if device == "cpu" else 0
+    loss = hidden * stored + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))
+
     # Weights in the type that they are multiplied in, where that is not their own.
-    copies = 0 if sharded else cast * sum(sizes)
+    copies = 0 if shard_degree > 1 else cast * sum(sizes)
     # The gradient on its way from block to block, twice, and all of one block where it is recomputed.
-    recomputed = 0 if train.activation_checkpointing == "none" else tokens * max(whole)
-    begins = 2 * tokens * config.n_embd * kept + recomputed
-    accumulates = world_size > 1 or train.accumulation(world_size) > 1
+    recomputed = 0 if train.activation_checkpointing == "none" else tokens * max(everything)
+    backward = 2 * tokens * config.n_embd * stored + recomputed
+    first_gradients, last_gradients = stored * table(config), weights
+    gradients_persist = world_size > 1 or train.gradient_accumulation_steps(world_size) > 1
+    if gradients_persist:  # the state has them
+        first_gradients = last_gradients = 0
     return Memory(
-        weights=kept * share,
-        optimizer=optimizer_of(train).state_bytes(kept * share),
-        gathered=gathered,
-        gradients=kept * share,
-        kept=accumulates,
+        weights=weights,
+        optimizer=optimizer_of(train).state_bytes(weights),
+        unsharded=unsharded,
+        gradients=weights,
+        gradients_persist=gradients_persist,
         activations=activations,
-        room=room,
-        moments={
-            "loss": copies + activations + loss - room,
-            "first block of the backward pass": activations + begins + (0 if accumulates else kept * table(config)),
-            "last block of the backward pass": begins + mask + (0 if accumulates else kept * share),
+        workspace=workspace,
+        peak_phases={
+            "loss": copies + activations + loss - workspace,
+            "first block of the backward pass": activations + backward + first_gradients,
+            "last block of the backward pass": backward + mask + last_gradients,
         },
     )
 
 
-def sent(config: Any, train: TrainConfig, *, world_size: int, nodes: int) -> float:
+def network_bytes_per_step(config: Any, train: TrainConfig, *, world_size: int, nodes: int) -> float:
     """Return the bytes that each node sends over the network in a step, as rings move them."""
-    count, passes = parameters(config), train.accumulation(world_size)
+    count = parameters(config)
     if train.strategy != "fsdp":  # the sum of float32 gradients over the nodes, once
         return 2 * 4 * count * (nodes - 1) / nodes
-    gathered = (4 if train.precision == "32-true" else 2) * (2 if train.reshard_after_forward else 1)
+    passes = train.gradient_accumulation_steps(world_size)
+    gathered = 4 if train.precision == "32-true" else 2
+    if train.reshard_after_forward:
+        gathered *= 2
     return passes * (gathered + 4) * count * (world_size - 1) / world_size
 
 
-def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, kept: int) -> tuple[int, int]:
+def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, stored: int) -> tuple[int, int]:
     """Bytes per token that autograd keeps of one block: inputs of norms, products, attention and nonlinearities; and
     those of the products' and the attention's outputs alone."""
     width, rms = config.n_embd, config.norm_class_name == "RMSNorm"
     # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
     norm = multiplied * width + (4 * width if rms else 0)
     # The residual stream between the two halves is kept apart where the second half has to wait for the first.
-    found = kept * width * (1 if config.parallel_residual else 2) + 4 * config.n_head
-    found += (config.norm_1 + (config.norm_2 and not config.shared_attention_norm)) * norm
-    found += (config.post_attention_norm + config.post_mlp_norm) * (multiplied * width + (8 * width if rms else 0))
+    total = stored * width * (1 if config.parallel_residual else 2) + 4 * config.n_head
+    total += (config.norm_1 + (config.norm_2 and not config.shared_attention_norm)) * norm
+    total += (config.post_attention_norm + config.post_mlp_norm) * (multiplied * width + (8 * width if rms else 0))
     if config.latent_attention:
         attended = config.n_head * (2 * config.qk_head_dim + 2 * config.v_head_dim)
-        found += multiplied * (attended + 2 * (config.q_lora_rank + config.kv_lora_rank))
+        total += multiplied * (attended + 2 * (config.q_lora_rank + config.kv_lora_rank))
     else:
         queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
         attended = 2 * queries + 2 * keys
         # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
         # repeated, and so keep all of it.
-        found += multiplied * (6 * queries if keys == queries else 4 * queries)
+        total += multiplied * (6 * queries if keys == queries else 4 * queries)
         if config.norm_qk:
-            found += 4 * (queries + keys) * (2 if rms else 1)
+            total += 4 * (queries + keys) * (2 if rms else 1)
     if config.attention_logit_softcapping is not None:
         # No fused attention then: the scores themselves are there, capped, as probabilities, and those once more.
-        found += config.n_head * length * (2 * multiplied + 4)
+        total += config.n_head * length * (2 * multiplied + 4)
         attended += config.n_head * length
-    size, times, inner = config.intermediate_size, 1, 2 * _ways_in(config) * config.intermediate_size
+    size, times, inner = config.intermediate_size, 1, 2 * _inputs(config) * config.intermediate_size
     if _has_experts(config, layer):
         size, times = config.moe_intermediate_size or size, config.n_expert_per_token
         shared = (config.n_shared_expert or 0) * (config.moe_intermediate_size or 0)
         inner = times * (2 * width + 4 * size) + 4 * shared
-    products = attended + width + times * (_ways_in(config) * size + width)
-    return int(found + multiplied * inner), int(multiplied * products + 4 * config.n_head)
+    products = attended + width + times * (_inputs(config) * size + width)
+    return int(total + multiplied * inner), int(multiplied * products + 4 * config.n_head)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from litgpt_demo import timeouts
-from litgpt_demo.config import key_of
+from litgpt_demo.config import content_hash
 from litgpt_demo.data.batches import rank_slice, sample_ids_for_step
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.documents import read_manifest
@@ -271,7 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
             training = replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart)
             config, nodes = training.model.module.config, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-            heart.sends = estimates.sent(config, spec.train, world_size=fabric.world_size, nodes=nodes)
+            heart.sends = estimates.network_bytes_per_step(
+                config, spec.train, world_size=fabric.world_size, nodes=nodes
+            )
             limited = args.seconds is not None and fabric.is_global_zero
             fit(training, seconds=seconds_left(run, args.seconds) if limited else None)
         finally:
@@ -297,7 +299,7 @@ def scratch_of(run: Storage, rank: int) -> Path:
     On the run's own file system where it has one, so that finished shards move instead of being copied.
     """
     # Several buckets may have this run.
-    parent = run.local_path(".scratch") or make_temporary(f"{run.root.rpartition('/')[2]}-{key_of(run.root)}")
+    parent = run.local_path(".scratch") or make_temporary(f"{run.root.rpartition('/')[2]}-{content_hash(run.root)}")
     folder = parent / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

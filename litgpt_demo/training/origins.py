@@ -14,7 +14,7 @@ from pathlib import Path
 
 from typing_extensions import TypedDict
 
-from litgpt_demo.config import Origin
+from litgpt_demo.config import InitialWeights
 from litgpt_demo.data.dataset import PlannedDataset, open_dataset
 from litgpt_demo.data.fetching import CHECKSUMS
 from litgpt_demo.data.hub import hub_endpoint, translate_hub_errors
@@ -38,7 +38,7 @@ class _Index(TypedDict):
     weight_map: dict[str, str]
 
 
-def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
+def find_initial_weights(name: str | None, optimizer: bool, root: str) -> InitialWeights | None:
     """Find the weights that a model starts `from`, and read their checksums; None where it starts from random ones.
 
     Of a model of the Hub its settings and tokenizer are fetched, into its client's own cache, and no weights. A
@@ -63,7 +63,7 @@ def find_origin(name: str | None, optimizer: bool, root: str) -> Origin | None:
     return found.model_copy(update={"optimizer": optimizer})
 
 
-def _of_hub(repository: str, revision: str | None) -> Origin | None:
+def _of_hub(repository: str, revision: str | None) -> InitialWeights | None:
     """The model of a repository, its weights by their checksums there: without a network, by those of the cache."""
     from huggingface_hub import HfApi, constants
 
@@ -88,7 +88,7 @@ def _of_hub(repository: str, revision: str | None) -> Origin | None:
         what = f"model.from: {repository} has no {', '.join(missing)}"
         raise UserError(what, fix="ask its author for the whole model")
     files = {name: listed[name] for name in names}
-    return Origin(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
+    return InitialWeights(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
 
 
 def _names_in(index: bytes, address: str, *, fix: str) -> list[str]:
@@ -108,7 +108,7 @@ def _from_hub(repository: str, revision: str | None, patterns: list[str]) -> Pat
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, endpoint=hub_endpoint()))
 
 
-def _fetched(origin: Origin) -> Origin:
+def _fetched(origin: InitialWeights) -> InitialWeights:
     """Fetch the weights of a model of the Hub; a DataError where they are not what the Hub lists."""
     repository, _, commit = origin.name.rpartition("@")
     folder = _from_hub(repository, commit, [*_BESIDE, *origin.files])
@@ -122,7 +122,7 @@ def _fetched(origin: Origin) -> Origin:
     return found.model_copy(update={"name": origin.name, "listed_as": origin.key, "optimizer": origin.optimizer})
 
 
-def _of_run(place: Storage, name: str) -> Origin | None:
+def _of_run(place: Storage, name: str) -> InitialWeights | None:
     """The checkpoint at `place`, or the last one of the run there, which has to have come to its end."""
     if not place.exists(checkpoints.INDEX):
         if not (there := checkpoints.committed(place)):
@@ -138,7 +138,7 @@ def _of_run(place: Storage, name: str) -> Origin | None:
     return _origin("checkpoint", place, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
 
 
-def _of_folder(place: Storage) -> Origin | None:
+def _of_folder(place: Storage) -> InitialWeights | None:
     kind, names = "litgpt", ["lit_model.pth"]
     if not place.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]
@@ -156,23 +156,25 @@ def _of_folder(place: Storage) -> Origin | None:
         raise UserError(f"model.from: {error.filename} is missing", fix=fix) from error
 
 
-def _origin(kind: str, place: Storage, files: list[ObjectInfo] | tuple[FileRecord, ...]) -> Origin:
+def _origin(kind: str, place: Storage, files: list[ObjectInfo] | tuple[FileRecord, ...]) -> InitialWeights:
     where, known = place.address(), {file.path: (file.size, file.crc32c) for file in files}
-    return Origin.model_validate({"kind": kind, "name": where, "address": where, "files": known})
+    return InitialWeights.model_validate({"kind": kind, "name": where, "address": where, "files": known})
 
 
-def records_of(origin: Origin) -> list[FileRecord]:
+def records_of(origin: InitialWeights) -> list[FileRecord]:
     """Return the files that the weights are, as the run was made of them."""
     return [FileRecord(path=path, size=size, crc32c=crc32c) for path, (size, crc32c) in origin.files.items()]
 
 
-def bring_origin(origin: Origin, root: Storage, check: Callable[[Origin], object] = lambda fetched: None) -> Origin:
+def fetch_initial_weights(
+    origin: InitialWeights, root: Storage, check: Callable[[InitialWeights], object] = lambda fetched: None
+) -> InitialWeights:
     """Copy weights below the root, where every node finds them, unless they are there; a DataError where they have
     changed since they were found. `check` gets those that are fetched from the Hub only now, before they are copied."""
     if origin.kind == "checkpoint":
         return origin
     place = root.within(f"weights/{origin.key}")
-    stored = read_manifest(place, Origin)
+    stored = read_manifest(place, InitialWeights)
     if any(":" in checksum for _, checksum in origin.files.values()):
         if stored is None:
             check(origin := _fetched(origin))
@@ -192,7 +194,7 @@ def bring_origin(origin: Origin, root: Storage, check: Callable[[Origin], object
     return copy
 
 
-def replay_problem(origin: Origin | None, keys: set[str], seed: int) -> tuple[str, str] | None:
+def replay_problem(origin: InitialWeights | None, keys: set[str], seed: int) -> tuple[str, str] | None:
     """Return what is wrong, and what would do, where a training that continues with the optimizer's state would take
     samples in an order that its weights have seen: that of a dataset, by its `sample_keys`, and a seed."""
     if origin is None or not origin.optimizer:
@@ -208,7 +210,7 @@ def replay_problem(origin: Origin | None, keys: set[str], seed: int) -> tuple[st
     return what, f"set another train.seed, such as {free}, or train on another dataset"
 
 
-def tokenizer_problem(origin: Origin, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:
+def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:
     """What is wrong and what would do, where ids of the dataset mean other texts than they do to the weights.
 
     `dataset` is the address of the finished one, None where it is yet to be made.

@@ -27,7 +27,7 @@ from litgpt_demo.data.batches import MixtureDataset
 from litgpt_demo.errors import TrainLitgptError, UserError, one_line
 from litgpt_demo.metrics import CSV_COLUMNS, MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
-from litgpt_demo.models.devices import device_named, multiplied_in
+from litgpt_demo.models.devices import device_named, matmul_dtype
 from litgpt_demo.node.environment import NodeTimes
 from litgpt_demo.node.gate import measured_row
 from litgpt_demo.runs import METRICS
@@ -401,9 +401,9 @@ class Peak:
         self.flops: float | None
         if device.type == "cuda":
             known = device_named(device_name(device))
-            self.flops = None if known is None else known.peak(multiplied_in(train.precision, float8=train.float8))
+            self.flops = None if known is None else known.peak(matmul_dtype(train.precision, float8=train.float8))
             return
-        self._dtype = torch.bfloat16 if multiplied_in(train.precision) == "bfloat16" else torch.float32
+        self._dtype = torch.bfloat16 if matmul_dtype(train.precision) == "bfloat16" else torch.float32
         self.flops = measured_flops(self._dtype)
 
     def share(self, flops: float) -> float | None:

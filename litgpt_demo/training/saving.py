@@ -36,14 +36,21 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.documents import FileRecord, at_rest, bring, misread
+from litgpt_demo.documents import FileRecord, at_rest, fetch_verified, misread
 from litgpt_demo.errors import DataError, NetworkError, NodeError, TrainLitgptError
 from litgpt_demo.storage import Storage
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoint_reader import (
+    OPTIMIZER,
+    WEIGHTS,
+    State,
+    files_of_state,
+    load_checkpoint,
+    training_state,
+)
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
 from litgpt_demo.training.ranks import Ranks, thread_of
-from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, State, files_of_state, load_shards, training_state
 from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.setup import Training
 
@@ -411,7 +418,7 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
 
         def bring_own() -> None:
             try:
-                bring(place, records, lambda: folder)
+                fetch_verified(place, records, lambda: folder)
             except DataError:
                 doubted.extend(records)
                 raise
@@ -445,7 +452,7 @@ def resume(training: Training, *, tell: Callable[[str], object]) -> int:
             optimizer.state.clear()  # which is made to see what is read: a training begins without
             continue
         state = precision.state_dict()
-        if saved := load_shards(model, optimizer, local or folder, precision=state, address=address):
+        if saved := load_checkpoint(model, optimizer, local or folder, precision=state, address=address):
             precision.load_state_dict(saved)
         ranks.first(lambda: None)  # until then some rank may still read
         if local is None and local_rank == 0:

@@ -49,7 +49,7 @@ def open_fabric(train: TrainConfig) -> Fabric:
     timeout = timedelta(seconds=max(timeouts.LEAST_COLLECTIVE, 2 * train.hang_after))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy in {"fsdp", "hybrid"} and world_size > 1:
-        shard, ways = partial(_sharded, train=train), train.ways(nodes, processes)
+        shard, ways = partial(_sharded, train=train), train.shard_degree(nodes, processes)
         copies = world_size // ways
         strategy = ModelParallelStrategy(shard, data_parallel_size=copies, tensor_parallel_size=ways, timeout=timeout)
     elif world_size > 1:

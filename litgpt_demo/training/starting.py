@@ -23,15 +23,22 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from litgpt_demo.catalogue import OF_WEIGHTS
-from litgpt_demo.config import ModelConfig, Origin, Settings
-from litgpt_demo.documents import bring, read_manifest
+from litgpt_demo.config import InitialWeights, ModelConfig, Settings
+from litgpt_demo.documents import fetch_verified, read_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.huggingface import Tensors, huggingface_model
 from litgpt_demo.models.model import litgpt_config, unchecked_config
 from litgpt_demo.storage import open_storage
+from litgpt_demo.training.checkpoint_reader import (
+    OPTIMIZER,
+    WEIGHTS,
+    explain_unpickling_errors,
+    load_checkpoint,
+    load_weights,
+    read_index,
+)
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.origins import CONFIGS, records_of, replay_problem
-from litgpt_demo.training.reading import OPTIMIZER, WEIGHTS, load_shards, load_weights, read_index, refusing
 from litgpt_demo.training.setup import Training
 
 # Names of a model and room for it, which change nothing in what it computes.
@@ -49,7 +56,7 @@ _FIX = "make model.name and model.config those of the weights"
 _TOLD = 3  # tensors that do not fit; the others fit as little
 
 
-def start_from(training: Training, origin: Origin) -> None:
+def start_from(training: Training, origin: InitialWeights) -> None:
     """Read the weights into the model on every rank, and the optimizer's state where it is wanted.
 
     A DataError where they are not what was found, or not one tensor for each of the model's; a UserError where the
@@ -65,7 +72,7 @@ def start_from(training: Training, origin: Origin) -> None:
     # All ranks see all of a local folder, and verify a share of it each; of a bucket, of what their node fetches.
     share = files[local_rank::processes] if local is None else files[ranks.number :: ranks.world]
     fix = "the weights have changed since the run was submitted: put them back, or submit it again"
-    ranks.together(lambda: bring(place, share, lambda: folder, fix), lambda _: None)
+    ranks.together(lambda: fetch_verified(place, share, lambda: folder, fix), lambda _: None)
 
     @torch.no_grad()
     def read() -> None:
@@ -76,7 +83,9 @@ def start_from(training: Training, origin: Origin) -> None:
         state: dict[str, Any] = get_model_state_dict(model)
         if origin.optimizer:
             precision = training.fabric.strategy.precision
-            if saved := load_shards(model, optimizer, folder, precision=precision.state_dict(), address=origin.address):
+            if saved := load_checkpoint(
+                model, optimizer, folder, precision=precision.state_dict(), address=origin.address
+            ):
                 precision.load_state_dict(saved)
         elif origin.kind == "checkpoint":
             load_weights(folder, state, address=origin.address)
@@ -94,7 +103,7 @@ def start_from(training: Training, origin: Origin) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def tensor_problems(config: Config, origin: Origin, folder: Path) -> list[str]:
+def tensor_problems(config: Config, origin: InitialWeights, folder: Path) -> list[str]:
     """Return which tensors of the weights in a local folder, by name and shape, are not those of the model."""
     if origin.kind == "checkpoint":
         stored = read_index(folder, address=origin.address).state_dict_metadata.items()
@@ -112,7 +121,7 @@ def tensor_problems(config: Config, origin: Origin, folder: Path) -> list[str]:
     return [f"{name}: {shape(found, name)} in {origin.name}, {shape(expected, name)} in the model" for name in wrong]
 
 
-def _parts(config: Config, origin: Origin, folder: Path, *, forms: bool = False) -> Iterator[Tensors]:
+def _parts(config: Config, origin: InitialWeights, folder: Path, *, forms: bool = False) -> Iterator[Tensors]:
     """Yield the weights of a folder by LitGPT's names, those of transformers a block at a time; of them only `forms`,
     where no content is needed."""
     if origin.kind == "litgpt":
@@ -145,9 +154,9 @@ def _parts(config: Config, origin: Origin, folder: Path, *, forms: bool = False)
 _WRAPPER = re.compile(r"\b(_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
-def _of_litgpt(origin: Origin, folder: Path) -> tuple[Tensors, set[str]]:
+def _of_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str]]:
     """Return the weights of a lit_model.pth, and what was taken off their names."""
-    with refusing(origin.name):
+    with explain_unpickling_errors(origin.name):
         state = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     if isinstance(state, dict):  # `litgpt pretrain` and Lightning have more in it
         state = next((state[key] for key in ("model", "state_dict") if isinstance(state.get(key), dict)), state)
@@ -167,12 +176,12 @@ def _theirs(folder: Path) -> Any:
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-class Question(Settings):
+class CompatibilityRequest(Settings):
     """The input of `python -m litgpt_demo compare`."""
 
     model: ModelConfig
     vocab_size: int
-    origin: Origin
+    origin: InitialWeights
 
     def answer(self) -> list[tuple[str, str]]:
         """Return what is wrong, and what would do, where the weights are not of the model: by the settings that lie
@@ -222,5 +231,5 @@ class Question(Settings):
 
 def main(argv: Sequence[str]) -> int:
     """`-m litgpt_demo compare`: a question in JSON comes on stdin, its answer goes to stdout."""
-    print(json.dumps(Question.model_validate_json(sys.stdin.read()).answer()))
+    print(json.dumps(CompatibilityRequest.model_validate_json(sys.stdin.read()).answer()))
     return 0

@@ -29,7 +29,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run
 from launcher.runs.search import Search
 from launcher.yaml_files import read_yaml
-from litgpt_demo.documents import sealed, write_manifest
+from litgpt_demo.documents import with_checksum, write_manifest
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.evaluation import Evaluation, Score, place_of
 from litgpt_demo.metrics import METRICS_MARK, to_log_line
@@ -136,7 +136,7 @@ def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_w
         score = Score(task="words", metric="acc", value=rate, error=None, samples=3, few_shot=0)
         made = Evaluation(step=8, asked=asked, scores=(score,), versions={})
         run = await asyncio.to_thread(plan_run, config)
-        run.storage.write(place_of(final, asked), sealed(made.model_dump_json(indent=1).encode(), "record"))
+        run.storage.write(place_of(final, asked), with_checksum(made.model_dump_json(indent=1).encode(), "record"))
         return final
 
     grid, objectives = {"train.learning_rate": [0.01, 0.03]}, ["evaluation.words.acc", "tokens_per_second"]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import ModelConfig, Settings, TrainConfig, TrainingSpec
-from litgpt_demo.documents import FileRecord, bring, differences, parse_json, read_manifest, write_manifest
+from litgpt_demo.documents import FileRecord, differences, fetch_verified, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.runs import RunDocument, read_document, read_spec, write_document
 from litgpt_demo.storage import Storage, open_storage
@@ -86,13 +86,13 @@ def test_a_folder_is_done_when_its_manifest_is_there_and_says_what_was_written(p
 
 def test_files_are_brought_with_every_byte_as_listed_again_where_one_is_wrong(place: Storage, tmp_path: Path) -> None:
     listing = filled(place)
-    folder = bring(place, listing.files, lambda: tmp_path / "scratch")
+    folder = fetch_verified(place, listing.files, lambda: tmp_path / "scratch")
     assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
     assert differences(folder, listing.files) == []
     if folder == tmp_path / "scratch":  # fetched; what lies in a folder is used where it is
         kept = (folder / ".metadata").stat()
         (folder / "train.bin").write_bytes(b"0123456788")
-        assert bring(place, listing.files, lambda: folder) == folder
+        assert fetch_verified(place, listing.files, lambda: folder) == folder
         assert differences(folder, listing.files) == []
         assert (folder / ".metadata").stat() == kept
 
@@ -105,7 +105,7 @@ def test_a_file_that_is_not_as_listed_is_named(place: Storage, tmp_path: Path) -
     ):
         place.write("train.bin", content)
         with pytest.raises(DataError, match=words):
-            bring(place, listing.files, lambda: tmp_path / "scratch")
+            fetch_verified(place, listing.files, lambda: tmp_path / "scratch")
     place.remove("train.bin")
     with pytest.raises(DataError, match=r"train\.bin is missing"):
-        bring(place, listing.files, lambda: tmp_path / "scratch")
+        fetch_verified(place, listing.files, lambda: tmp_path / "scratch")

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from launcher.machines import require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
-from litgpt_demo.config import Count, Kind, PositiveCount
+from litgpt_demo.config import Count, PositiveCount, discriminator
 
 # In seconds. Batch takes more, and stops the job there all the same
 # (https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1).
@@ -23,7 +23,7 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
 
     opens: ClassVar[str] = "launcher.platforms.batch.platform:BatchPlatform"
 
-    kind: Literal["batch"] = Kind("batch")
+    kind: Literal["batch"] = discriminator("batch")
 
     # https://cloud.google.com/resource-manager/docs/creating-managing-projects (domain-scoped ones have a prefix)
     project: str = Field(pattern=r"^([a-z0-9.-]+:)?[a-z][a-z0-9-]{4,28}[a-z0-9]$")

@@ -12,7 +12,7 @@ from launcher.machines import MACHINES, require_gpus
 from launcher.networks import DEFAULT, InPods, PodSettings, chosen_network, require_fit
 from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded
-from litgpt_demo.config import Count, Kind, PositiveCount
+from litgpt_demo.config import Count, PositiveCount, discriminator
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -31,7 +31,7 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
 
     opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:GkePlatform"
 
-    kind: Literal["gke"] = Kind("gke")
+    kind: Literal["gke"] = discriminator("gke")
 
     cluster: str | None = None
     """GKE cluster, with `location` (and `project`). Empty: a kubeconfig, or the cluster that this runs in."""

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from launcher.platforms.settings import PlatformSettings
-from litgpt_demo.config import Count, Kind
+from litgpt_demo.config import Count, discriminator
 from litgpt_demo.errors import Finding
 
 
@@ -19,7 +19,7 @@ class LocalPlatformConfig(PlatformSettings, title="This machine"):
     opens: ClassVar[str] = "launcher.platforms.local.platform:LocalPlatform"
     on_this_machine: ClassVar[bool] = True
 
-    kind: Literal["local"] = Kind("local")
+    kind: Literal["local"] = discriminator("local")
     nodes: Count = Field(1, gt=0, le=64)
     """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine."""
     processes: Count = Field(1, gt=0, le=64)

@@ -16,7 +16,7 @@ from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, ByMultus, MultusSettings, chosen_network, require_fit
 from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
-from litgpt_demo.config import Count, Kind, PositiveCount, Settings
+from litgpt_demo.config import Count, PositiveCount, Settings, discriminator
 from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
 
     opens: ClassVar[str] = "launcher.platforms.runai.platform:RunaiPlatform"
 
-    kind: Literal["runai"] = Kind("runai")
+    kind: Literal["runai"] = discriminator("runai")
 
     api: Literal["auto", "rest", "cli"] = "auto"
     """The REST API, the `runai` program, or `auto`: REST where `url` and credentials are there, else the program."""

@@ -12,7 +12,7 @@ from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, MachineSettings, OnMachines, chosen_network, require_fit
 from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
-from litgpt_demo.config import Count, Kind
+from litgpt_demo.config import Count, discriminator
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -63,7 +63,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
 
     opens: ClassVar[str] = "launcher.platforms.slurm.platform:SlurmPlatform"
 
-    kind: Literal["slurm"] = Kind("slurm")
+    kind: Literal["slurm"] = discriminator("slurm")
 
     host: str | None = Field(None, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.@-]*$")
     """A login node by its name for `ssh` (`me@login.example.org`, or one of ~/.ssh/config), where Slurm's commands are;

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from test_own_tokens import IDS, put
 from training_runs import TrainElsewhere, alike, rows, write_run
 
-from litgpt_demo.config import PERIOD, DataConfig, shares_of
+from litgpt_demo.config import MIXTURE_CYCLE, DataConfig, largest_remainder
 from litgpt_demo.data import dataset
 from litgpt_demo.data.batches import (
     MixtureDataset,
@@ -36,10 +36,12 @@ WEIGHTS = st.lists(st.integers(0, 10_000) | st.floats(0, 1e3), min_size=1, max_s
 
 @given(WEIGHTS)
 def test_shares_are_the_weights_exact_to_one_sample_of_a_thousand(weights: list[float]) -> None:
-    shares, whole = shares_of(weights), sum(map(Fraction, weights))
-    assert sum(shares) == PERIOD
-    assert all(abs(share - PERIOD * Fraction(each) / whole) < 1 for share, each in zip(shares, weights, strict=True))
-    assert shares_of([8 * weight for weight in weights]) == shares
+    shares, whole = largest_remainder(weights), sum(map(Fraction, weights))
+    assert sum(shares) == MIXTURE_CYCLE
+    assert all(
+        abs(share - MIXTURE_CYCLE * Fraction(each) / whole) < 1 for share, each in zip(shares, weights, strict=True)
+    )
+    assert largest_remainder([8 * weight for weight in weights]) == shares
 
 
 SIZED = st.integers(1, 4).map(lambda size: st.tuples(*[st.integers(0, 99)] * size).filter(any))
@@ -55,13 +57,13 @@ def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_sour
     stages: list[tuple[int, ...]], afters: list[float], samples: int, first: int
 ) -> None:
     starts = [0.0, *afters][: len(stages)]
-    shares = [shares_of(weights) for weights in stages]
+    shares = [largest_remainder(weights) for weights in stages]
     schedule = MixtureSchedule(list(zip(starts, shares, strict=True)), samples=samples)
     sources, before = schedule.source_at(np.arange(samples, dtype=np.uint64))
     begins = [round(start * samples) for start in starts]
     for own, begin, end in zip(shares, begins, [*begins[1:], samples], strict=True):
-        if begin <= first and first + PERIOD <= end:
-            assert np.bincount(sources[first : first + PERIOD], minlength=len(own)).tolist() == list(own)
+        if begin <= first and first + MIXTURE_CYCLE <= end:
+            assert np.bincount(sources[first : first + MIXTURE_CYCLE], minlength=len(own)).tolist() == list(own)
     for source in range(len(stages[0])):
         assert before[sources == source].tolist() == list(range(np.count_nonzero(sources == source)))
     some = min(first, samples)
@@ -73,7 +75,7 @@ def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_sour
 def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_samples_once() -> None:
     tokens: list[Any] = [np.arange(start, start + size, dtype=np.uint16) for start, size in ((0, 41), (500, 13))]
     parts = [TokenDataset(files=[one], length=4, key=key) for one, key in zip(tokens, "kl", strict=True)]
-    schedule = MixtureSchedule([(0.0, shares_of([3, 1])), (0.5, shares_of([0, 1]))], samples=4000)
+    schedule = MixtureSchedule([(0.0, largest_remainder([3, 1])), (0.5, largest_remainder([0, 1]))], samples=4000)
     mixed = MixtureDataset(names=["a", "b"], parts=parts, schedule=schedule, length=4)
     numbers = sample_ids_at(mixed, np.arange(4000, dtype=np.uint64), seed=1)
     inputs, targets = mixed.read(numbers)
@@ -88,13 +90,13 @@ def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int
     names, length = list("abcd"[: len(sizes)]), 3
     parts = [TokenDataset(files=[np.empty(length * size + 1, dtype=np.uint16)], length=length) for size in sizes]
     first, last = [0] * len(sizes), [0] * len(sizes)
-    first[0], last[0], last[-1] = PERIOD, share, PERIOD - share
+    first[0], last[0], last[-1] = MIXTURE_CYCLE, share, MIXTURE_CYCLE - share
     schedule = MixtureSchedule([(0.0, first), (0.25, last)], samples=40)
     mixed = MixtureDataset(names=names, parts=parts, schedule=schedule, length=length)
     sources, start = validation_sources(mixed, most), 0
     assert [source.name for source in sources] == names
     assert sum(source.share for source in sources) == pytest.approx(1)
-    assert sources[0].share == pytest.approx(0.25 + 0.75 * share / PERIOD)
+    assert sources[0].share == pytest.approx(0.25 + 0.75 * share / MIXTURE_CYCLE)
     for source, part, size in zip(sources, parts, sizes, strict=True):
         drawn = (source.numbers - np.uint64(start)).tolist()
         assert len(set(drawn)) == len(drawn) == min(most, size)

@@ -116,9 +116,9 @@ def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> No
     whole, sharded = memory(8), memory(8, strategy="fsdp")
     assert whole.state == 16 * estimates.parameters(config)  # weights, gradients and two averages, 4 bytes each
     assert sharded.state == pytest.approx(whole.state / 8, rel=1e-6)
-    assert sharded.gathered > 0 == whole.gathered
+    assert sharded.unsharded > 0 == whole.unsharded
     assert memory(8, nodes=2, strategy="hybrid") == memory(4, strategy="fsdp")
-    assert memory(8, strategy="fsdp", reshard_after_forward=False).gathered > sharded.gathered
+    assert memory(8, strategy="fsdp", reshard_after_forward=False).unsharded > sharded.unsharded
     kept = [memory(1, activation_checkpointing=choice).activations for choice in ("none", "selective", "full")]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] < kept[0] / 8
@@ -126,8 +126,8 @@ def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> No
 
 @pytest.mark.parametrize(("strategy", "times"), [("fsdp", 2), ("hybrid", 1), ("ddp", 1)])
 def test_fsdp_alone_sends_for_each_accumulated_pass(strategy: str, times: int) -> None:
-    def sent(micro_batch: int) -> float:
+    def sent_bytes(micro_batch: int) -> float:
         train = TrainConfig.model_validate({"strategy": strategy, "global_batch": 64, "micro_batch": micro_batch})
-        return estimates.sent(completed("pythia-14m"), train, world_size=16, nodes=2)
+        return estimates.network_bytes_per_step(completed("pythia-14m"), train, world_size=16, nodes=2)
 
-    assert sent(2) == times * sent(4)
+    assert sent_bytes(2) == times * sent_bytes(4)

@@ -20,8 +20,8 @@ from litgpt_demo.export import weights as weights_module
 from litgpt_demo.export.proof import Texts, last_logits, opened_by_transformers, probe_of
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
-from litgpt_demo.training.origins import find_origin
-from litgpt_demo.training.starting import Question
+from litgpt_demo.training.origins import find_initial_weights
+from litgpt_demo.training.starting import CompatibilityRequest
 
 SHORT = {"vocab_size": 300, "padded_vocab_size": 320, "block_size": 64}
 
@@ -107,9 +107,9 @@ def asked(name: str, config: Config, folder: Path) -> list[tuple[str, str]]:
     known = {field: value for field, value in vars(config).items() if field in Config.__dataclass_fields__}
     changes = {field: value for field, value in known.items() if value != getattr(full, field)}
     model = ModelConfig(name=name, config=changes, sequence_length=64)
-    origin = find_origin(str(folder), False, "nowhere")
+    origin = find_initial_weights(str(folder), False, "nowhere")
     assert origin is not None
-    return Question(model=model, vocab_size=300, origin=origin).answer()
+    return CompatibilityRequest(model=model, vocab_size=300, origin=origin).answer()
 
 
 def saved_by_transformers(folder: Path, **changes: Any) -> None:

@@ -19,12 +19,12 @@ from states import keep, manifest_of, pair, publish_pair, same, step, training_o
 from torch.distributed.checkpoint.metadata import Metadata
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.documents import bring
+from litgpt_demo.documents import fetch_verified
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import BucketStorage, Storage, open_storage
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.checkpoint_reader import load_checkpoint, load_weights, read_index
 from litgpt_demo.training.checkpoints import commit, committed, folder_of
-from litgpt_demo.training.reading import load_shards, load_weights, read_index
 from litgpt_demo.training.saving import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,8 +46,8 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(place, trained, 3)
-        folder = bring(place.within(folder_of(3)), committed(place)[0].files, lambda: tmp_path / "fetched")
-        assert load_shards(*other, folder, precision={}) == {}
+        folder = fetch_verified(place.within(folder_of(3)), committed(place)[0].files, lambda: tmp_path / "fetched")
+        assert load_checkpoint(*other, folder, precision={}) == {}
         load_weights(folder, alone[0].state_dict())
     assert same(trained, other)
     assert all(map(torch.equal, trained[0].parameters(), alone[0].parameters()))

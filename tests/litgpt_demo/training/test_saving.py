@@ -24,9 +24,9 @@ from litgpt_demo.errors import DataError, DiskFull, NetworkError, NodeError, Tra
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.training import saving
+from litgpt_demo.training.checkpoint_reader import load_checkpoint, training_state
 from litgpt_demo.training.checkpoints import committed, folder_of
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import load_shards, training_state
 from litgpt_demo.training.saving import Saved, Saver, resume
 from litgpt_demo.training.setup import Feed, Training
 from litgpt_demo.training.step import train_step
@@ -127,7 +127,7 @@ def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: p
         training.optimizer.param_groups[0]["lr"] = 0.5  # as the next step begins
         training.optimizer.step()
     assert not all(map(torch.equal, before, tensors(*trained)))
-    load_shards(*other, Path(training.run.address(folder_of(1))), precision={})
+    load_checkpoint(*other, Path(training.run.address(folder_of(1))), precision={})
     assert all(map(torch.equal, before, tensors(*other)))
     assert "warning" not in capsys.readouterr().out, "a GPU's copy goes through pinned memory"
 
@@ -416,7 +416,7 @@ def test_no_rank_removes_what_another_still_reads(
         fabric = SimpleNamespace(local_rank=number % processes, strategy=own.fabric.strategy)
         trainings.append(replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}"))
         trainings[-1].__dict__["ranks"] = RanksInThreads(number=number, world=world, meeting=meeting)
-    load_shards, folders = saving.load_shards, set()
+    load_checkpoint, folders = saving.load_checkpoint, set()
 
     def load(model: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
         """Rank 0 reads first; the others begin to read when it has nothing more to do but to wait for them."""
@@ -424,7 +424,7 @@ def test_no_rank_removes_what_another_still_reads(
         if not first:
             meeting.first_is_through.wait()
         folders.add(folder)
-        saved = load_shards(model, optimizer, folder, **options)
+        saved = load_checkpoint(model, optimizer, folder, **options)
         if first:
             meeting.first_has_read.set()
         return saved
@@ -439,7 +439,7 @@ def test_no_rank_removes_what_another_still_reads(
             if training is trainings[0]:  # whoever does not wait for the others is through as well
                 meeting.first_is_through.set()
 
-    monkeypatch.setattr(saving, "load_shards", load)
+    monkeypatch.setattr(saving, "load_checkpoint", load)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with ThreadPoolExecutor(world) as pool:
         assert set(pool.map(resume, trainings)) == {12}

@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from states import settings_of, training_of
 from training_runs import MODEL, NewRun, TrainElsewhere, ends, rows, train
 
-from litgpt_demo.config import ModelConfig, Origin
+from litgpt_demo.config import InitialWeights, ModelConfig
 from litgpt_demo.data.batches import validation_sources
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import folder_of
-from litgpt_demo.training.origins import bring_origin, find_origin, replay_problem
-from litgpt_demo.training.starting import Question, start_from
+from litgpt_demo.training.origins import fetch_initial_weights, find_initial_weights, replay_problem
+from litgpt_demo.training.starting import CompatibilityRequest, start_from
 
 IDS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
 LLAMA = {
@@ -33,19 +33,21 @@ LLAMA = {
 }  # fmt: skip
 
 
-def found(name: Path | str, root: str = "nowhere", *, optimizer: bool = False) -> Origin:
-    origin = find_origin(str(name), optimizer, root)
+def found(name: Path | str, root: str = "nowhere", *, optimizer: bool = False) -> InitialWeights:
+    origin = find_initial_weights(str(name), optimizer, root)
     assert origin is not None
     return origin
 
 
-def asked(origin: Origin, model: ModelConfig = MODEL, *, vocab_size: int = 300, **config: Any) -> list[tuple[str, str]]:
+def asked(
+    origin: InitialWeights, model: ModelConfig = MODEL, *, vocab_size: int = 300, **config: Any
+) -> list[tuple[str, str]]:
     """What is wrong with these weights for a model, with changes."""
     changed = model.model_copy(update={"config": {**model.config, **config}})
-    return Question(model=changed, vocab_size=vocab_size, origin=origin).answer()
+    return CompatibilityRequest(model=changed, vocab_size=vocab_size, origin=origin).answer()
 
 
-def logits(run: Path, origin: Origin) -> torch.Tensor:
+def logits(run: Path, origin: InitialWeights) -> torch.Tensor:
     """Of the model with which the first step of a run begins."""
     training = training_of(run)
     start_from(training, origin)
@@ -188,7 +190,7 @@ def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
     with torch.no_grad():
         for place, model, theirs in [(folder, MODEL, gpt(IDS)), of_transformers]:
             assert asked(found(place), model) == []
-            copied = bring_origin(found(place), root)
+            copied = fetch_initial_weights(found(place), root)
             assert copied.address == f"{root.address()}/weights/{copied.key}"
             torch.testing.assert_close(logits(new_run(place.name, model=model), copied), theirs, rtol=0, atol=1e-5)
 
@@ -265,18 +267,18 @@ def test_model_of_the_hub_is_fetched_at_the_start_as_pinned(
         assert origin.name == f"someone/llama@{repository.commit}"
         assert asked(origin, model) == []
         assert hub.starts == [], "weights are fetched when the training starts"
-        copied = bring_origin(origin, open_storage(str(tmp_path)), check := Mock())
+        copied = fetch_initial_weights(origin, open_storage(str(tmp_path)), check := Mock())
         assert (copied.key, hub.starts) == (origin.key, [0])
         assert asked(check.call_args[0][0], model) == []
         assert logits(new_run("begun", model=model), copied) is not None
-        assert bring_origin(origin, open_storage(str(tmp_path)), Mock(side_effect=[])) == copied
+        assert fetch_initial_weights(origin, open_storage(str(tmp_path)), Mock(side_effect=[])) == copied
         with monkeypatch.context() as offline:
             offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
             assert found("someone/llama").key == origin.key
         hub.spoil = True
         shutil.rmtree(tmp_path / "cache")
         with pytest.raises(DataError, match=r"model.safetensors of someone/llama@.* came damaged from the Hub"):
-            bring_origin(found("someone/llama"), open_storage(str(tmp_path / "another")))
+            fetch_initial_weights(found("someone/llama"), open_storage(str(tmp_path / "another")))
         with pytest.raises(UserError, match="check the name"):
             found("someone/else")
 

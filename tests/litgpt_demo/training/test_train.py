@@ -33,10 +33,10 @@ from litgpt_demo.node.environment import TIMES, NodeTimes
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import setup
+from litgpt_demo.training.checkpoint_reader import read_index
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, committed, folder_of, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.reading import read_index
 from litgpt_demo.training.reporting import PROFILES
 from litgpt_demo.training.step import Exchange, Passed
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from launcher.config import RunConfig
-from litgpt_demo.config import ModelConfig, RunIdRole, TrainConfig, key_of, slug
+from litgpt_demo.config import ModelConfig, RunIdRole, TrainConfig, content_hash, slug
 
 
 def train(**fields: Any) -> TrainConfig:
@@ -75,11 +75,11 @@ def test_a_global_batch_splits_or_one_that_does_is_named(
     processes: int, micro_batch: int, passes: int, rest: int
 ) -> None:
     share = processes * micro_batch
-    assert train(global_batch=share * passes, micro_batch=micro_batch).accumulation(processes) == passes
+    assert train(global_batch=share * passes, micro_batch=micro_batch).gradient_accumulation_steps(processes) == passes
     if rest % share:
         crooked = train(global_batch=share * passes + rest, micro_batch=micro_batch)
         with pytest.raises(ValueError, match=f"for example {share * (passes + rest // share + 1)}"):
-            crooked.accumulation(processes)
+            crooked.gradient_accumulation_steps(processes)
 
 
 @given(tokens=st.integers(1, 10**12), batch=st.integers(1, 4096), length=st.integers(1, 8192))
@@ -92,7 +92,7 @@ def test_a_run_sees_the_tokens_that_were_asked_for_or_all_data_once(tokens: int,
 
 def test_the_key_of_an_input_is_the_same_in_every_version_of_this_program() -> None:
     # Written down: a key that drifts orphans every dataset and run that exists.
-    assert key_of(1, {"a": [1, "ü"], "b": None}) == "97c1fb1a05"
+    assert content_hash(1, {"a": [1, "ü"], "b": None}) == "97c1fb1a05"
 
 
 def fields_with(role: RunIdRole) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from waiting import until
 
-from litgpt_demo.config import Corpus, DataConfig, HubCorpus, OpenWebTextCorpus, StdlibCorpus, key_of
+from litgpt_demo.config import Corpus, DataConfig, HubCorpus, OpenWebTextCorpus, StdlibCorpus, content_hash
 from litgpt_demo.data.corpus import kind_of, list_files
 from litgpt_demo.data.fetching import forget
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
@@ -46,7 +46,7 @@ from litgpt_demo.storage import BucketStorage, open_storage
 
 
 def identity(corpus: Corpus) -> str:
-    return key_of(kind_of(corpus).identity(list_files(corpus)))
+    return content_hash(kind_of(corpus).identity(list_files(corpus)))
 
 
 def test_texts_are_in_the_order_of_the_numbers_in_names(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> 
     return state | ({"precision": dict(precision)} if precision else {})
 
 
-def load_shards(
+def load_checkpoint(
     model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
 ) -> dict[str, Any]:
     """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
@@ -169,12 +169,12 @@ def _planned(state: State, folder: Path, address: str) -> tuple[FileSystemReader
 
 def _read(state: State, folder: Path, address: str) -> None:
     reader, planner, plan = _planned(state, folder, address)
-    with refusing(address or str(folder)):
+    with explain_unpickling_errors(address or str(folder)):
         reader.read_data(plan, planner).wait()
 
 
 @contextmanager
-def refusing(address: str) -> Iterator[None]:
+def explain_unpickling_errors(address: str) -> Iterator[None]:
     """Explain torch's refusal of a pickle in our words: its own advises to execute it."""
     try:
         yield
