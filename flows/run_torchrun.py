@@ -14,7 +14,7 @@ from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
 from launcher.runs.attempts import CancelWatch, claim_at, script_of_flow_run
 from launcher.runs.run import plan_script
-from litgpt_demo.node.gate import RESULT, Result, read_result
+from litgpt_demo.node.network_test import RESULT, NetworkTestResult, read_result
 from litgpt_demo.storage import open_storage
 from tasks.preflight import prepare_job, ship_code
 from tasks.steps import as_it_is, emit, reach, step_task
@@ -58,7 +58,7 @@ async def run_script(config: ScriptConfig) -> str:
 
 @flow(name="benchmark-network", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(BenchmarkConfig)
-async def benchmark_network(config: BenchmarkConfig) -> list[Result]:
+async def benchmark_network(config: BenchmarkConfig) -> list[NetworkTestResult]:
     """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
     await name_flow_run(config.name)
     attempts = [await run_script(job) for job in config.jobs()]
@@ -68,7 +68,7 @@ async def benchmark_network(config: BenchmarkConfig) -> list[Result]:
 
 
 @step_task("publish-benchmark")
-async def publish_benchmark(name: str, attempts: list[str]) -> list[Result]:
+async def publish_benchmark(name: str, attempts: list[str]) -> list[NetworkTestResult]:
     """Show in Prefect as tables what node 0 left in the folders of these attempts; all nodes leave the same."""
     folders = [open_storage(attempt) for attempt in attempts]
     read = [await asyncio.to_thread(folder.read, _FIGURES) for folder in folders]

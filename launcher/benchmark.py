@@ -12,7 +12,7 @@ from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
 from litgpt_demo.config import Count, PathOrUri, Settings
-from litgpt_demo.node.gate import Result
+from litgpt_demo.node.network_test import NetworkTestResult
 
 
 class MeasureSettings(Settings, title="Measurement"):
@@ -67,7 +67,7 @@ class BenchmarkConfig(Settings):
         ]
 
 
-def table(results: Sequence[Result]) -> list[dict[str, str]]:
+def table(results: Sequence[NetworkTestResult]) -> list[dict[str, str]]:
     """One row per number of ranks: busbw is what links compare with, algbw what a training sees. Of two results the
     second is over plain sockets."""
     per_node = max(speed.ranks for speed in results[0].speeds) // results[0].nodes
@@ -94,7 +94,7 @@ def _figure(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.3f}"
 
 
-def pairs_table(result: Result) -> list[dict[str, str]]:
+def pairs_table(result: NetworkTestResult) -> list[dict[str, str]]:
     """Every pair of nodes that was measured, the slowest first."""
     slow = set(result.slow)
     return [
@@ -108,7 +108,7 @@ def pairs_table(result: Result) -> list[dict[str, str]]:
     ]
 
 
-def lead(result: Result) -> str:
+def lead(result: NetworkTestResult) -> str:
     """The result in a sentence."""
     best = result.best
     told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw)} GB/s ({result.backend}, busbw)"
@@ -116,7 +116,7 @@ def lead(result: Result) -> str:
     return f"{told}; slow: {slow}" if slow else told
 
 
-def markdown(results: Sequence[Result]) -> str:
+def markdown(results: Sequence[NetworkTestResult]) -> str:
     """Return what Prefect shows of the results as an artifact."""
     parts = [lead(results[0])]
     for rows in filter(None, (table(results), pairs_table(results[0]))):

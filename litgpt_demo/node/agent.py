@@ -25,7 +25,7 @@ from litgpt_demo.node.torchrun import FAILURES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ending:
+class TorchrunResult:
     """The end of torchrun; by default, of one that was not started."""
 
     exit_code: int = 0
@@ -47,7 +47,7 @@ class Ending:
 
 
 @dataclass
-class Leave:
+class ShutdownState:
     """State that the signal handler and the waiting code share."""
 
     torchrun: subprocess.Popen[bytes] | None = None
@@ -83,8 +83,8 @@ def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
 
 
 def run_ranks(
-    node: Node, environ: Mapping[str, str], leave: Leave, *, folder: str = "ranks", place: int | None = None
-) -> Ending:
+    node: Node, environ: Mapping[str, str], shutdown: ShutdownState, *, folder: str = "ranks", place: int | None = None
+) -> TorchrunResult:
     """Start torchrun, wait, and read what its ranks left in `folder`. Strays are found by NODE_DIRECTORY.
 
     `place` is the node's number among the ranks, where that is another than its own.
@@ -96,12 +96,12 @@ def run_ranks(
     place = node.node_rank if place is None else place
     command = torchrun_command(replace(node, node_rank=place), log_dir=str(logs))
     kills_before, began = out_of_memory_kills(), time.time()
-    leave.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
+    shutdown.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
     use = NetworkUse(node.network, logs, nodes=node.nodes, cards=environ.get("NCCL_IB_HCA", ""))
-    wrong = _watched(leave.torchrun, node, use)
-    exit_code = leave.torchrun.wait()
+    wrong = _watched(shutdown.torchrun, node, use)
+    exit_code = shutdown.torchrun.wait()
     if exit_code == 0:
-        return Ending(asked=leave.asked)
+        return TorchrunResult(asked=shutdown.asked)
     kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures, agent = read_failures(logs)
@@ -109,9 +109,9 @@ def run_ranks(
     failures = [replace(one, step=steps.get(one.local_rank)) for one in ([wrong] if wrong is not None else failures)]
     failed, folders = {one.local_rank for one in failures}, rank_folders(logs)
     of_ranks = {place * node.processes + local: folder for local, folder in folders.items()}
-    return Ending(
+    return TorchrunResult(
         exit_code=exit_code,
-        asked=leave.asked,
+        asked=shutdown.asked,
         host_ran_out_of_memory=killed > 0,
         failures=tuple(failures),
         agent=agent,
@@ -160,27 +160,27 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
         return wrong
 
 
-def pass_signals_on(leave: Leave, *, grace: int) -> None:
+def forward_signals(shutdown: ShutdownState, *, grace: int) -> None:
     """Let SIGTERM and SIGINT ask the ranks to save and leave; a rank that outstays `grace` by far is killed."""
 
     def ask(number: int, _frame: FrameType | None) -> None:
-        first, leave.asked = leave.asked is None, leave.asked or time.time()
-        if leave.torchrun is None:
+        first, shutdown.asked = shutdown.asked is None, shutdown.asked or time.time()
+        if shutdown.torchrun is None:
             raise Preempted("asked to leave before the ranks were started")
         if first:
             # torchrun itself kills ranks that outstay `grace`; this is for a torchrun that hangs.
-            timer = threading.Timer(grace + 10, leave.torchrun.kill)
+            timer = threading.Timer(grace + 10, shutdown.torchrun.kill)
             timer.daemon = True
             timer.start()
         # A terminal sends its Ctrl-C to the whole group, torchrun included.
         if number == signal.SIGTERM or not os.isatty(0):
-            leave.torchrun.send_signal(signal.SIGTERM)
+            shutdown.torchrun.send_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, ask)
     signal.signal(signal.SIGINT, ask)
 
 
-def tagged(name: str, value: str) -> list[psutil.Process]:
+def processes_with_env(name: str, value: str) -> list[psutil.Process]:
     """The processes of this machine, but for the calling one, in whose environment `name` is `value`."""
     found = []
     for process in psutil.process_iter():
@@ -196,7 +196,7 @@ def kill_by_env_marker(name: str, value: str, *, grace: float) -> list[psutil.Pr
     kill_at = time.monotonic() + grace
     told: set[psutil.Process] = set()
     # Until there are none, because a process can start another between the look and the kill.
-    while (left := tagged(name, value)) and time.monotonic() < kill_at + 10:
+    while (left := processes_with_env(name, value)) and time.monotonic() < kill_at + 10:
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if time.monotonic() >= kill_at:
@@ -208,7 +208,7 @@ def kill_by_env_marker(name: str, value: str, *, grace: float) -> list[psutil.Pr
     return left
 
 
-def fault_of(ending: Ending) -> FailureClass | None:
+def fault_of(ending: TorchrunResult) -> FailureClass | None:
     """Return why the node's ranks ended; None if they ended well."""
     if ending.exit_code == 0:
         return None

@@ -1,5 +1,5 @@
-"""The bandwidth among ranks, measured by themselves: before a training (litgpt_demo.node.gate), and for the benchmark,
-by `torchrun … -m litgpt_demo collectives --seconds 60 --floor 40`.
+"""Ranks measure the bandwidth among them: before a training (litgpt_demo.node.network_test), and for the benchmark, by
+`torchrun … -m litgpt_demo collectives --seconds 60 --floor 40`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from litgpt_demo.errors import NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import to_log_line
-from litgpt_demo.node.gate import PLACE, RESULT, NodePair, Result, Speed
+from litgpt_demo.node.network_test import PLACE, RESULT, NetworkTestResult, NodePair, Speed
 from litgpt_demo.node.rendezvous import machine_name
 from litgpt_demo.storage.local import atomic_write_json
 
@@ -124,7 +124,7 @@ class Ranks:
             self._heart.beat(1, "measuring pairs")
         return found
 
-    def measure(self, *, floor: float | None, table: bool) -> Result:
+    def measure(self, *, floor: float | None, table: bool) -> NetworkTestResult:
         """The all-reduce among all ranks; and, if it is too slow, who is. A `table` has the first 2, 4, 8, … ranks too,
         and pairs of nodes whatever comes of it.
         """
@@ -144,7 +144,7 @@ class Ranks:
         told = [torch.empty_like(numbers) for _ in range(self.world)]
         dist.all_gather(told, numbers)
         lines = [bytes(one.tolist()).decode(errors="replace").rstrip() for one in told[:: self.per_node]]
-        result = Result(
+        result = NetworkTestResult(
             backend="nccl" if self.device.type == "cuda" else "gloo",
             nodes=self.nodes,
             hosts=tuple(line.partition("\n")[0] for line in lines),

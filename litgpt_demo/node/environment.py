@@ -19,7 +19,7 @@ from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.storage.private import make_temporary
 
-# Variables of ranks: the seconds that they have to save when they are asked to leave, and their node's NodeTimes.
+# Variables of ranks: the seconds that they have to save when they are asked to leave, and their node's NodeTimer.
 GRACE, TIMES = "LITGPT_GRACE", "LITGPT_NODE_TIMES"
 
 # Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
@@ -191,7 +191,7 @@ def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(kw_only=True)
-class NodeTimes:
+class NodeTimer:
     """The seconds of a node's life, told to its ranks, so that the metrics tell them on.
 
     The clock of the day says once when the node began. All else is counted from there by the machine's monotonic clock,
@@ -210,7 +210,7 @@ class NodeTimes:
     """Seconds in which the datasets were brought here and verified."""
 
     @classmethod
-    def told(cls) -> NodeTimes | None:
+    def from_environ(cls) -> NodeTimer | None:
         """Return what a rank's node has told it by TIMES; None for a rank that no node of ours started."""
         words = os.environ.get(TIMES)
         return cls(**json.loads(words)) if words else None

@@ -23,13 +23,20 @@ from typing import Any
 from litgpt_demo.errors import FailureClass, Finding, TrainLitgptError, UserError, fault_of_exception, root_cause
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import torchrun
-from litgpt_demo.node.agent import Ending, Leave, fault_of, kill_by_env_marker, pass_signals_on, run_ranks
+from litgpt_demo.node.agent import (
+    ShutdownState,
+    TorchrunResult,
+    fault_of,
+    forward_signals,
+    kill_by_env_marker,
+    run_ranks,
+)
 from litgpt_demo.node.checks import check_call, check_machine, pin_cpus, usable_cores
 from litgpt_demo.node.code import CODE, unpacked_code
-from litgpt_demo.node.environment import GRACE, TIMES, NodeTimes, of_network, with_compile_cache, with_libcuda
+from litgpt_demo.node.environment import GRACE, TIMES, NodeTimer, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import RECORDER
-from litgpt_demo.node.gate import MEASURED, PLACE, RESULT, measured, place_of, ranks_by_place
 from litgpt_demo.node.logs import tee, uploaded
+from litgpt_demo.node.network_test import MEASURED, PLACE, RESULT, fabric_location, rank_order, run_network_test
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage.local import atomic_write_json, preallocate
@@ -58,33 +65,35 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     return mine
 
 
-def report(node: Node, fault: FailureClass | None, message: str, ending: Ending, *, place: int) -> dict[str, Any]:
+def report(
+    node: Node, fault: FailureClass | None, message: str, result: TorchrunResult, *, place: int
+) -> dict[str, Any]:
     """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first."""
-    first, cause = place * node.processes, root_cause(ending.failures)
+    first, cause = place * node.processes, root_cause(result.failures)
     return {
         "node": node.node_rank,
         "host": machine_name(),
         "exit_code": 0 if fault is None else fault.exit_code,
         "fault": fault,
         "message": message,
-        "asked": ending.asked,
+        "asked": result.asked,
         "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [
             {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "secondary": one.secondary}
-            for one in sorted(ending.failures, key=lambda one: one is not cause)
+            for one in sorted(result.failures, key=lambda one: one is not cause)
         ],
-        "stopped": [first + local for local in ending.stopped],
-        "traces": [asdict(one) for one in ending.traces],
+        "stopped": [first + local for local in result.stopped],
+        "traces": [asdict(one) for one in result.traces],
     }
 
 
-def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
+def run(node: Node, times: NodeTimer, path: Path) -> dict[str, Any]:
     """Everything from the checks to the report, which will lie at `path`."""
-    leave, stack, code, place = Leave(), contextlib.ExitStack(), node.own / "code", node.node_rank
+    shutdown, stack, code, place = ShutdownState(), contextlib.ExitStack(), node.own / "code", node.node_rank
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
         preallocate(path)
-    pass_signals_on(leave, grace=node.grace)
+    forward_signals(shutdown, grace=node.grace)
     try:
         found = [*check_call(node), *contradictions(node, os.environ)]
         ranks: dict[str, str] = {}
@@ -101,19 +110,19 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         for finding in found:
             print(finding, flush=True)
         if errors := [finding for finding in found if finding.severity == "error"]:
-            return report(node, errors[0].fault, str(errors[0]), Ending(), place=place)
+            return report(node, errors[0].fault, str(errors[0]), TorchrunResult(), place=place)
         await_name(node.host)
         if node.code is not None:
             stack.enter_context(unpacked_code(node.code, code))
             if not (script := node.program[0]).startswith("-") and not (code / script).is_file():
                 raise UserError(f"the program {script} is no file of the mounted code", fix="give its path in there")
         ranks = with_compile_cache(ranks)
-        ranks[PLACE] = place_of(node.network.place, ranks)
+        ranks[PLACE] = fabric_location(node.network.place, ranks)
         with times.spent_on("gate"):
-            result = measured(node, ranks, leave)
+            result = run_network_test(node, ranks, shutdown)
         if result is not None:
             ranks[MEASURED] = str(node.own / RESULT)
-            place = ranks_by_place(result.places)[place]
+            place = rank_order(result.places)[place]
         if node.stage:
             from litgpt_demo.data.dataset import stage
 
@@ -123,14 +132,14 @@ def run(node: Node, times: NodeTimes, path: Path) -> dict[str, Any]:
         if node.code is not None:  # the gate's ranks are ours
             ranks[CODE] = str(code)
         ranks[TIMES] = json.dumps(asdict(times))
-        ending = run_ranks(node, ranks, leave, place=place)
+        ending = run_ranks(node, ranks, shutdown, place=place)
     except Exception as error:
         # A signal can fall between torchrun's start and our hold on it.
         kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
         words = f"{type(error).__name__}: {error}"
-        return report(node, fault_of_exception(error), words, Ending(), place=node.node_rank)
+        return report(node, fault_of_exception(error), words, TorchrunResult(), place=node.node_rank)
     finally:
         stack.close()
     return report(node, fault_of(ending), ending.cause, ending, place=place)
@@ -140,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
     from litgpt_demo.storage import open_storage
 
-    times = NodeTimes()
+    times = NodeTimer()
     node = parse(unpack(argv, os.environ), os.environ)
     attempt = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # its folder is called by its number
     times.attempt = int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 0

@@ -32,7 +32,7 @@ from litgpt_demo.errors import Preempted, TrainLitgptError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.metrics import perplexity
 from litgpt_demo.models import estimates
-from litgpt_demo.node.environment import GRACE, NodeTimes
+from litgpt_demo.node.environment import GRACE, NodeTimer
 from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import make_temporary
@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def seconds_left(run: Storage, seconds: float) -> float:
     """Return what is left of an attempt's seconds; where its platform has started it again, since its first life."""
-    if (times := NodeTimes.told()) is None:
+    if (times := NodeTimer.from_environ()) is None:
         return seconds
     lives = [row["node_started"] for row in read_metrics(run) if row.get("attempt") == times.attempt]
     return min(seconds + min(lives, default=times.started) - time(), TIMEOUT_MAX)

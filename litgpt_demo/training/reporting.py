@@ -28,8 +28,8 @@ from litgpt_demo.errors import TrainLitgptError, UserError, one_line
 from litgpt_demo.metrics import CSV_COLUMNS, MetricsFile, Row, rows_of
 from litgpt_demo.models import estimates
 from litgpt_demo.models.devices import device_named, matmul_dtype
-from litgpt_demo.node.environment import NodeTimes
-from litgpt_demo.node.gate import measured_row
+from litgpt_demo.node.environment import NodeTimer
+from litgpt_demo.node.network_test import network_test_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.secrets import without
@@ -47,7 +47,7 @@ class Reporter:
         self._training, spec = training, training.spec
         self._begun, self._file, self._waited = monotonic(), None, 0.0
         self._last_step, self._last_time = resumed_from, monotonic()
-        self._times = NodeTimes.told()
+        self._times = NodeTimer.from_environ()
         self.step_seconds = 0.0
         """The mean of the steps since the last row of one."""
         self._first: dict[str, float] | None = None
@@ -93,7 +93,7 @@ class Reporter:
             memory_estimate=estimate.total,
             **(self._times.columns() if self._times else {}),
         )
-        if network := measured_row(os.environ):
+        if network := network_test_row(os.environ):
             self.row(**{**network, "step": resumed_from})
         self.publish()  # an attempt that saves nothing has told when it began
         self._last_time = monotonic()

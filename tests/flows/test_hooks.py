@@ -28,7 +28,7 @@ from launcher.platforms.local.supervisor import JOB_TAG
 from launcher.runs.attempts import Claim
 from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 
 pytestmark = pytest.mark.prefect
 
@@ -53,9 +53,9 @@ def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     claim = running_job(config, flow_run)
     text.unlink()
     [record] = claim.attempts.records()
-    assert [*tagged(JOB_TAG, record.job_id)]
+    assert [*processes_with_env(JOB_TAG, record.job_id)]
     cancel(train_litgpt, config.model_dump(mode="json"), flow_run)
-    assert not [*tagged(JOB_TAG, record.job_id)]
+    assert not [*processes_with_env(JOB_TAG, record.job_id)]
     assert states(claim) == ["cancelled"]
 
 

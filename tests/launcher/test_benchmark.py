@@ -4,13 +4,13 @@ from claims import claim_of
 from launcher.benchmark import BenchmarkConfig, lead, markdown, table
 from launcher.config import validated
 from launcher.errors import ConfigProblem
-from litgpt_demo.node.gate import Result, Speed
+from litgpt_demo.node.network_test import NetworkTestResult, Speed
 
 # An RDMA cluster's published table: ranks to algbw and busbw in Gbit/s.
 PUBLISHED = {2: (1687.1, 1687.1), 4: (1081.0, 1621.5), 8: (949.9, 1662.4), 16: (65.2, 122.3), 32: (39.3, 76.2)}
 
 
-def result(**more: object) -> Result:
+def result(**more: object) -> NetworkTestResult:
     """Measurements that come to the published algbw, beside slower ones of a smaller size."""
     speeds = tuple(
         Speed(ranks=ranks, bytes=size, seconds=size * 8 / 1e9 / (algbw * share), repeats=5)
@@ -18,7 +18,7 @@ def result(**more: object) -> Result:
         for size, share in ((2**20, 0.1), (4 * 10**9, 1.0))
     )
     hosts = tuple(f"machine-{number}" for number in range(4))
-    return Result(backend="nccl", nodes=4, hosts=hosts, floor=None, seconds=30.0, speeds=speeds, **more)  # type: ignore[arg-type]
+    return NetworkTestResult(backend="nccl", nodes=4, hosts=hosts, floor=None, seconds=30.0, speeds=speeds, **more)  # type: ignore[arg-type]
 
 
 def test_the_table_is_the_published_one() -> None:

@@ -25,7 +25,7 @@ from launcher.platforms.log_files import page_of
 from litgpt_demo import PYTHON
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import Finding
-from litgpt_demo.node.agent import kill_by_env_marker, tagged
+from litgpt_demo.node.agent import kill_by_env_marker, processes_with_env
 from litgpt_demo.node.checks import port_is_free, usable_cores
 from litgpt_demo.runs import ExitCode, NodeNumber
 from litgpt_demo.storage import is_remote, open_storage
@@ -122,7 +122,7 @@ class LocalPlatform:
                         return submission.job_id
                     time.sleep(0.01)  # only somebody who asked, see _live
                 if not (directory / SUPERVISOR).exists():
-                    if running := tagged(JOB_TAG, submission.job_id):  # its folder was deleted while it ran
+                    if running := processes_with_env(JOB_TAG, submission.job_id):  # its folder was deleted while it ran
                         pids = ", ".join(str(process.pid) for process in running)
                         what = f"{directory} was deleted while a job ran in it, whose processes still run: {pids}"
                         raise PlatformRefused(what, fix="end them, and run again")
@@ -164,33 +164,34 @@ class LocalPlatform:
         """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no."""
         directory = Path(job_id)
         deadline = time.monotonic() + self._grace + 10
-        told = False
+        is_terminated = False
         while _live(directory) and time.monotonic() < deadline:
             # The pid that the supervisor wrote may be another process's by now, so its mark has to be there too.
             pid = _supervisor(directory).pid
-            for supervisor in [] if told else [one for one in tagged(JOB_TAG, _mark(directory)) if one.pid == pid]:
-                told = True
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    supervisor.terminate()
+            for process in processes_with_env(JOB_TAG, _mark(directory)):
+                if process.pid == pid and not is_terminated:
+                    is_terminated = True
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.terminate()
             time.sleep(0.05)
         if left := kill_by_env_marker(JOB_TAG, _mark(directory), grace=5):
             pids = ", ".join(str(process.pid) for process in left)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
             started = _supervisor(directory).started
-            native = "cancelled" if told else "swept, its supervisor was lost"
+            native = "cancelled" if is_terminated else "swept, its supervisor was lost"
             last: dict[str, Any] = {"state": JobState.CANCELLED, "native": native, "exit_codes": {}}
             atomic_write_json(directory / RESULT, {**last, "started": started, "ended": time.time()})
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
-        return tuple(f"process {process.pid}" for process in tagged(JOB_TAG, _mark(Path(job_id))))
+        return tuple(f"process {process.pid}" for process in processes_with_env(JOB_TAG, _mark(Path(job_id))))
 
 
 def _refuse_rivals(run: str, directory: Path) -> None:
     """Refuse to submit beside a job of the same run and root."""
     for folder in directory.parent.iterdir() if run else ():
         if folder != directory and _live(folder) and _submitted(folder).body.run == run:
-            pids = " ".join(str(process.pid) for process in tagged(JOB_TAG, _mark(folder)))
+            pids = " ".join(str(process.pid) for process in processes_with_env(JOB_TAG, _mark(folder)))
             raise rival(f"the job in {folder}", run, end=f"kill {pids}")
 
 

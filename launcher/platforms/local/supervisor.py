@@ -25,7 +25,7 @@ from launcher.job import JobState
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import fault_of_exit_code
 from litgpt_demo.node.agent import kill_by_env_marker
-from litgpt_demo.node.gate import PORT as GATE_PORT
+from litgpt_demo.node.network_test import PORT_OFFSET
 from litgpt_demo.storage.local import atomic_write_json
 
 # In the environment of every process of a job: how they are found, and proved gone.
@@ -116,7 +116,7 @@ def reserved_ports() -> Iterator[int]:
             first.bind(("127.0.0.1", 0))
             port: int = first.getsockname()[1]
             try:
-                second.bind(("127.0.0.1", port + GATE_PORT))
+                second.bind(("127.0.0.1", port + PORT_OFFSET))
             except (OSError, OverflowError):  # it is taken, or beyond 65535
                 continue
             yield port

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from google.cloud.batch_v1 import types
 
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 
 CHECKOUT = Path(__file__).parents[3]
 MARK = "BATCH_VM"
@@ -130,5 +130,5 @@ class Vm:
                 self._kill()
 
     def _kill(self) -> None:
-        for process in tagged(MARK, str(self.folder)):
+        for process in processes_with_env(MARK, str(self.folder)):
             os.kill(process.pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from waiting import until
 from litgpt_demo.errors import DataError, FailureClass, RankFailure
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import code
-from litgpt_demo.node.agent import Ending, fault_of, tagged
+from litgpt_demo.node.agent import TorchrunResult, fault_of, processes_with_env
 from litgpt_demo.node.checks import check_call
 from litgpt_demo.node.code import unpacked_code
 from litgpt_demo.node.logs import uploaded
@@ -190,7 +190,9 @@ def test_the_node_ends_with_the_class_of_what_happened_first(
     expected: FailureClass | None, exit_code: int, asked: float | None, failures: tuple[RankFailure, ...],
     agent: str | None, oom: bool,
 ) -> None:  # fmt: skip
-    ending = Ending(exit_code=exit_code, asked=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom)
+    ending = TorchrunResult(
+        exit_code=exit_code, asked=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom
+    )
     assert fault_of(ending) is expected
 
 
@@ -214,7 +216,7 @@ def test_a_node_asked_to_leave_lets_its_ranks_save(tmp_path: Path) -> None:
     assert (tmp_path / "saved").exists()
     assert node.returncode == 45
     assert report_of(tmp_path / "d")["fault"] == FailureClass.PREEMPTED
-    assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+    assert processes_with_env(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 
 @pytest.fixture

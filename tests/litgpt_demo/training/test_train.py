@@ -29,7 +29,7 @@ from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
 from litgpt_demo.metrics import curve, rows_of
-from litgpt_demo.node.environment import TIMES, NodeTimes
+from litgpt_demo.node.environment import TIMES, NodeTimer
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import setup
@@ -348,7 +348,7 @@ def test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_h
 ) -> None:
     """The attempt began a minute ago, in an earlier life."""
     run = new_run("run")
-    begun = NodeTimes(attempt=3, started=time() - 10)
+    begun = NodeTimer(attempt=3, started=time() - 10)
     monkeypatch.setenv(TIMES, json.dumps(asdict(begun)))
     first = {"kind": "start", "step": 0, "attempt": 3, "node_started": time() - 60}
     (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")

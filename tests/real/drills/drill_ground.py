@@ -32,7 +32,7 @@ from launcher.runs.lease import Lease
 from launcher.runs.listing import leftovers
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.node.agent import kill_by_env_marker, tagged
+from litgpt_demo.node.agent import kill_by_env_marker, processes_with_env
 from litgpt_demo.runs import LITGPT, read_metrics
 from litgpt_demo.training.checkpoints import committed
 
@@ -158,7 +158,7 @@ class Scene:
     def kill(self, words: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to the youngest process of the job with these words in its command line."""
         found = []
-        for process in tagged(MARK, self.config.name):
+        for process in processes_with_env(MARK, self.config.name):
             with suppress(psutil.Error):
                 # torchrun's command line has its ranks' words too; a rank has a number.
                 if words in " ".join(process.cmdline()) and ("RANK" in process.environ()) == (words == RANK):
@@ -212,7 +212,7 @@ class Scene:
         assert self.attempts.live() is None
         left = [one for one in leftovers(self.attempts.index) if one.run == self.attempts.run and not kept]
         assert left == [], left
-        until(lambda: not tagged(MARK, self.config.name))
+        until(lambda: not processes_with_env(MARK, self.config.name))
         with Lease(self.attempts.index, self.attempts.run) as lease:
             assert lease.take()
 

@@ -11,7 +11,7 @@ from another_user import needs_another_user
 from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, said, step, trained
 
 from litgpt_demo.errors import EXIT_CODES, FailureClass
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 from litgpt_demo.training.checkpoints import committed, folder_of
 
 SUPERVISOR = "-m launcher.platforms.local.supervisor"
@@ -42,7 +42,7 @@ def test_after_a_power_cut_the_same_command_goes_on(scene: Scene) -> None:
     command = scene.run()
     scene.until(step(20))
     for _ in range(3):  # one may start another meanwhile
-        for process in tagged(MARK, scene.config.name):
+        for process in processes_with_env(MARK, scene.config.name):
             process.kill()
     assert scene.end_of(command) == KILLED
     assert scene.end_of(scene.run()) == 0

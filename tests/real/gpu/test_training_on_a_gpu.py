@@ -13,9 +13,9 @@ from training_runs import NewRun, rows, train
 
 from litgpt_demo.config import ModelConfig, TrainConfig
 from litgpt_demo.metrics import curve
-from litgpt_demo.node.gate import read_result
 from litgpt_demo.node.gpu import check_gpus, check_used, torch_seen
 from litgpt_demo.node.network import NETWORK, NodeNetwork
+from litgpt_demo.node.network_test import read_result
 from litgpt_demo.training.setup import prepare_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")

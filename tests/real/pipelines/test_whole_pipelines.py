@@ -27,7 +27,7 @@ from launcher.reports.goodput import Part, attempt_times, ledger
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run
 from launcher.yaml_files import read_yaml
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed
@@ -103,7 +103,7 @@ def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_
         match event:
             case MetricsRow(row={"kind": "step", "step": int(step)}) if step >= 33 and not killed:
                 [record] = Index(run.root).records(run.name)
-                ranks = [one for one in tagged(JOB_TAG, record.job_id) if "LOCAL_RANK" in one.environ()]
+                ranks = [one for one in processes_with_env(JOB_TAG, record.job_id) if "LOCAL_RANK" in one.environ()]
                 killed.append(ranks[-1].pid)
                 os.kill(killed[0], signal.SIGKILL)
 

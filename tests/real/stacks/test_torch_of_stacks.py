@@ -18,8 +18,8 @@ from launcher.images.stacks import STACKS
 from litgpt_demo.errors import FailureClass
 from litgpt_demo.node import gpu
 from litgpt_demo.node.checks import check_nccl
-from litgpt_demo.node.gate import read_result
 from litgpt_demo.node.network import NETWORK, NodeNetwork
+from litgpt_demo.node.network_test import read_result
 
 TESTS = Path(__file__).parents[2]
 # pip's words where it is the machine that cannot have a wheel, and not the requirement that is wrong.

@@ -13,7 +13,7 @@ from launcher.job import Job, JobState
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, SUPERVISOR
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 
 
 def four_ranks(folder: Path, text: str) -> Job:
@@ -45,7 +45,7 @@ def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_othe
     assert (seen.state, seen.exit_codes[1]) == (JobState.FAILED, 43)
     first = json.loads((tmp_path / "a" / "node-1.json").read_text())["ranks"][0]
     assert (first["rank"], first["exit_code"], first["secondary"]) == (2, -9, False)
-    assert tagged(JOB_TAG, job_id) == []
+    assert processes_with_env(JOB_TAG, job_id) == []
     assert not any(psutil.pid_exists(int(pid.read_text())) for pid in pids)
 
 
@@ -69,7 +69,7 @@ def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(tmp_path:
     until(lambda: len(list(tmp_path.glob("met-*"))) == 4)
     listeners = [
         connection.laddr
-        for process in tagged(JOB_TAG, job_id)
+        for process in processes_with_env(JOB_TAG, job_id)
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     ]

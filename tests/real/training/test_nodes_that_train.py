@@ -17,7 +17,7 @@ from waiting import until
 from litgpt_demo.errors import FailureClass
 from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
 from litgpt_demo.metrics import curve
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import committed, folder_of
 
@@ -87,7 +87,7 @@ def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: 
     assert (rank["rank"], rank["fault"]) == (1, FailureClass.HANG)
     assert "silent too: rank 0 (training, step " in rank["message"]
     assert any("litgpt_demo/training/loop" in line for line in rank["traceback"])
-    assert tagged(NODE_DIRECTORY, str(own)) == []
+    assert processes_with_env(NODE_DIRECTORY, str(own)) == []
 
 
 def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_ranks_do_not_outlive_a_torchrun_that_was_killed(tmp_path: Path) -> None
         os.kill(int(until(lambda: up.exists() and up.read_text())), signal.SIGKILL)
         node.communicate()
     assert node.returncode == 43
-    assert tagged(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+    assert processes_with_env(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
 
 
 ONE_DISK_IS_FULL = """

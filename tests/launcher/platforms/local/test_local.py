@@ -19,7 +19,7 @@ from launcher.job import Job, JobId, JobState, JobStatus, Submission
 from launcher.platforms.local.platform import LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.platforms.local.supervisor import JOB_TAG, reserved_ports, result
-from litgpt_demo.node.agent import tagged
+from litgpt_demo.node.agent import processes_with_env
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_job_whose_submitter_died_before_it_began_is_started_and_an_ended_one_
     (tmp_path / "a" / "submission.json").write_text("{}")
     first = end_of(platform, platform.submit(submission))
     assert (first.state, first.exit_codes) == (JobState.SUCCEEDED, {0: 0})
-    assert tagged(JOB_TAG, submission.job_id) == []
+    assert processes_with_env(JOB_TAG, submission.job_id) == []
     assert platform.submit(submission) == submission.job_id
     assert platform.status(submission.job_id) == first
     assert said(platform, submission.job_id) == ["once"]
@@ -160,7 +160,7 @@ def test_the_nodes_left_over_from_one_that_failed_or_did_not_start_are_ended(
     seen = end_of(platform, failing)
     assert (seen.state, seen.exit_codes) == (JobState.FAILED, {0: 43, 1: -signal.SIGTERM})
     assert seen.native.startswith("node 0 ended with 43 (node fault)")
-    assert tagged(JOB_TAG, failing) == tagged(JOB_TAG, lame.job_id) == []
+    assert processes_with_env(JOB_TAG, failing) == processes_with_env(JOB_TAG, lame.job_id) == []
 
 
 def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalPlatform, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ signal.signal(signal.SIGTERM, save); print('up', flush=True); {SLEEP}"""
     job_id = platform.submit(plain(platform, tmp_path / "a", saves, STUBBORN))
     until(lambda: len(said(platform, job_id)) == 2)
     platform.cancel(job_id)
-    assert tagged(JOB_TAG, job_id) == []
+    assert processes_with_env(JOB_TAG, job_id) == []
     assert (tmp_path / "saved").exists()
     seen = platform.status(job_id)
     assert (seen.state, seen.exit_codes) == (JobState.CANCELLED, {0: 45, 1: -signal.SIGKILL})
@@ -203,19 +203,19 @@ def test_a_job_whose_supervisor_was_killed_has_failed_and_cancelling_sweeps_it_a
     platform: LocalPlatform, tmp_path: Path
 ) -> None:
     job_id = platform.submit(plain(platform, tmp_path / "a", SLEEP, SLEEP))
-    until(lambda: len(tagged(JOB_TAG, job_id)) == 3)
+    until(lambda: len(processes_with_env(JOB_TAG, job_id)) == 3)
     record = tmp_path / "a" / "supervisor.json"
     told = json.loads(record.read_text())
     os.kill(told["pid"], signal.SIGKILL)
     lost = end_of(platform, job_id)
     assert (lost.state, lost.native) == (JobState.FAILED, "supervisor lost")
-    assert len(tagged(JOB_TAG, job_id)) == 2
+    assert len(processes_with_env(JOB_TAG, job_id)) == 2
     with subprocess.Popen([sys.executable, "-c", SLEEP]) as bystander:  # whose pid was the supervisor's
         record.write_text(json.dumps({**told, "pid": bystander.pid}))
         platform.cancel(job_id)
         assert bystander.poll() is None
         bystander.kill()
-    assert tagged(JOB_TAG, job_id) == []
+    assert processes_with_env(JOB_TAG, job_id) == []
     swept = platform.status(job_id)
     assert (swept.state, swept.native) == (JobState.CANCELLED, "swept, its supervisor was lost")
 

@@ -12,29 +12,39 @@ from hypothesis import strategies as st
 from litgpt_demo.errors import DataError, NetworkError, NodeError
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.node.collectives import rounds
-from litgpt_demo.node.gate import MEASURED, Result, Speed, culprits, ranks_by_place, read_result, verdict
+from litgpt_demo.node.network_test import (
+    MEASURED,
+    NetworkTestResult,
+    Speed,
+    check_bandwidth,
+    rank_order,
+    read_result,
+    slow_nodes,
+)
 
 
-def result(busbw: float, *, pairs: dict[tuple[int, int], float], alone: dict[int, float] | None = None) -> Result:
+def result(
+    busbw: float, *, pairs: dict[tuple[int, int], float], alone: dict[int, float] | None = None
+) -> NetworkTestResult:
     """What nodes of 8 ranks find, whose own machines do better and say nothing of the network."""
     nodes = max(max(pair) for pair in pairs) + 1
     ranks = nodes * 8
     taken = [(8, 0.001), (ranks, 2**30 / 1e9 / busbw * 2 * (ranks - 1) / ranks)]
     speeds = tuple(Speed(ranks=count, bytes=2**30, seconds=seconds, repeats=3) for count, seconds in taken)
-    return Result(
+    return NetworkTestResult(
         backend="nccl", nodes=nodes, hosts=("a", "b", "c")[:nodes], speeds=speeds, floor=190, seconds=9, pairs=pairs,
         alone=alone or {},
     )  # fmt: skip
 
 
 def test_a_network_that_is_slow_as_a_whole_blames_no_node_and_a_node_that_is_slow_within_itself_is_to_blame() -> None:
-    found = verdict(result(23.0, pairs={(0, 1): 4.1, (1, 2): 4.0, (0, 2): 3.9}), 1, name="tcpxo")
+    found = check_bandwidth(result(23.0, pairs={(0, 1): 4.1, (1, 2): 4.0, (0, 2): 3.9}), 1, name="tcpxo")
     assert isinstance(found, NetworkError)
     assert "reached 23.00 GB/s" in str(found)
-    assert verdict(result(318.0, pairs={(0, 1): 4.1}), 0, name="tcpxo") is None
+    assert check_bandwidth(result(318.0, pairs={(0, 1): 4.1}), 0, name="tcpxo") is None
     sick = result(23.0, pairs={(0, 1): 4.0}, alone={0: 430.0, 1: 41.0})
-    assert isinstance(verdict(sick, 1, name="tcpxo"), NodeError)
-    assert "node 1 (b) is slow" in str(verdict(sick, 0, name="tcpxo"))
+    assert isinstance(check_bandwidth(sick, 1, name="tcpxo"), NodeError)
+    assert "node 1 (b) is slow" in str(check_bandwidth(sick, 0, name="tcpxo"))
 
 
 def test_a_result_is_read_back_and_told_by_a_training(
@@ -60,12 +70,12 @@ def test_slow_nodes_are_found_wherever_they_are_and_nobody_else_is_blamed(data: 
     rates = {node: data.draw(st.floats(0.1, 12) if node in slow else st.floats(36, 50)) for node in range(nodes)}
     played = [pair for turn in rounds(nodes, most=nodes) for pair in turn]
     speeds = {pair: min(rates[pair[0]], rates[pair[1]]) for pair in played}
-    assert culprits(speeds, {}) == sorted(slow)
+    assert slow_nodes(speeds, {}) == sorted(slow)
 
 
 @given(st.lists(st.builds("/{}/{}/{}".format, *[st.sampled_from("abc")] * 2, st.integers(0, 99)), min_size=1))
 def test_machines_of_one_block_and_of_one_rack_are_neighbours(given_places: list[str]) -> None:
-    ranks = ranks_by_place(given_places)
+    ranks = rank_order(given_places)
     assert sorted(ranks) == list(range(len(given_places)))
     assert ranks[0] == 0
     in_order = [given_places[ranks.index(rank)] for rank in range(len(ranks))]

@@ -14,14 +14,14 @@ from typing import Any
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, FailureClass, NetworkError, NodeError, Preempted, TrainLitgptError, UserError
-from litgpt_demo.node.agent import Leave, fault_of, run_ranks
+from litgpt_demo.node.agent import ShutdownState, fault_of, run_ranks
 from litgpt_demo.node.rendezvous import Node
 
 RESULT = "network.json"  # in every node's own folder; it is the same in all of them
 # Variables of ranks: the file of what was measured before a training, and the place of their machine in the fabric.
 MEASURED, PLACE = "LITGPT_MEASURED", "LITGPT_PLACE"
 # The gate meets on a port of its own, above the job's: a node that is through must not find its peers' last meeting.
-PORT = 1
+PORT_OFFSET = 1
 
 NodePair = tuple[int, int]
 
@@ -52,7 +52,7 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class NetworkTestResult:
     """The result of the measurement, as it is stored with the run."""
 
     backend: str
@@ -84,7 +84,7 @@ class Result:
     @property
     def slow(self) -> list[int]:
         """Nodes that hold up the others."""
-        return culprits(self.pairs, self.alone)
+        return slow_nodes(self.pairs, self.alone)
 
     def document(self) -> dict[str, Any]:
         """The content of RESULT."""
@@ -108,13 +108,13 @@ class Result:
         }  # fmt: skip
 
 
-def read_result(content: bytes, where: str) -> Result:
-    """The Result whose `document` was stored at the address `where`."""
+def read_result(content: bytes, where: str) -> NetworkTestResult:
+    """The NetworkTestResult whose `document` was stored at the address `where`."""
     fix = "measure the network again"
     document = parse_json(content, dict[str, Any], where=where, fix=fix)
     names = ("ranks", "bytes", "seconds", "repeats")
     try:
-        return Result(
+        return NetworkTestResult(
             **{name: document[name] for name in ("backend", "nodes", "floor", "seconds")},
             hosts=tuple(document["hosts"]),
             places=tuple(document["places"]),
@@ -126,13 +126,13 @@ def read_result(content: bytes, where: str) -> Result:
         raise DataError(f"{where} is not the result of a measurement of this version ({error!r})", fix=fix) from error
 
 
-def measured_row(environ: Mapping[str, str]) -> dict[str, Any]:
+def network_test_row(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return what was measured before this training, as a metrics row; empty if nothing was."""
     path = Path(environ.get(MEASURED, ""))
     return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
 
 
-def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | None:
+def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownState) -> NetworkTestResult | None:
     """Measure, and go on if the network is good; the result is in the node's folder too, and None where none is needed.
 
     It is a NodeError if this node is the slow one, else a NetworkError, also if the measurement did not end.
@@ -145,23 +145,23 @@ def measured(node: Node, environ: Mapping[str, str], leave: Leave) -> Result | N
     floor = network.floor(node.nodes)
     flags = ["--seconds", str(network.gate_seconds), *(["--floor", str(floor)] if floor is not None else [])]
     program = ("-m", "litgpt_demo", "collectives", *flags)
-    gate = replace(node, port=node.port + PORT, run_id=f"{node.run_id}-gate", program=program)
-    ending = run_ranks(gate, environ, leave, folder="gate")
-    leave.torchrun = None
+    gate = replace(node, port=node.port + PORT_OFFSET, run_id=f"{node.run_id}-gate", program=program)
+    ending = run_ranks(gate, environ, shutdown, folder="gate")
+    shutdown.torchrun = None
     fault = fault_of(ending)
     if fault is not None or not path.exists():
         clear = {FailureClass.NODE: NodeError, FailureClass.USER: UserError, FailureClass.PREEMPTED: Preempted}
         kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
         raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
     result = read_result(path.read_bytes(), str(path))
-    if problem := verdict(result, node.node_rank, name=network.name):
+    if problem := check_bandwidth(result, node.node_rank, name=network.name):
         if not network.allow_sockets:
             raise problem
         print(f"warning [network.slow] {problem} -> allow_sockets is set: the job goes on, slower", flush=True)
     return result
 
 
-def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
+def slow_nodes(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
     """The slow nodes, as far as the measurements tell: each is measured with several others, and slow with all.
 
     Two nodes have one pair, which does not say whose fault it is; what each of them does alone may.
@@ -180,7 +180,7 @@ def culprits(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> li
     return sorted(slow)
 
 
-def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
+def check_bandwidth(result: NetworkTestResult, node: int, *, name: str) -> TrainLitgptError | None:
     """Return this node's error, None if the network is good enough; the slow node's lets an attempt leave it out."""
     if result.enough:
         return None
@@ -217,7 +217,7 @@ def verdict(result: Result, node: int, *, name: str) -> TrainLitgptError | None:
 # topology-aware scheduling of Kueue orders pods by their completion index already, and nothing is left to do here.
 
 
-def place_of(source: str | None, environ: Mapping[str, str]) -> str:
+def fabric_location(source: str | None, environ: Mapping[str, str]) -> str:
     """Return the place of this machine in the fabric; empty if not known. None as `source` asks nobody.
 
     It is `/block/subblock/host`, as GKE's node labels cloud.google.com/gce-topology-* have it:
@@ -238,7 +238,7 @@ def place_of(source: str | None, environ: Mapping[str, str]) -> str:
         return ""
 
 
-def ranks_by_place(places: Sequence[str]) -> list[int]:
+def rank_order(places: Sequence[str]) -> list[int]:
     """The rank of each node: machines that share a block are next to each other, and within it those of one rack.
 
     Node 0 stays rank 0, because the others meet there; its block and rack come first. Machines whose place is not known
