@@ -17,7 +17,7 @@ from launcher.runs.run import plan_script
 from litgpt_demo.node.network_test import RESULT, NetworkTestResult, read_result
 from litgpt_demo.storage import open_storage
 from tasks.preflight import prepare_job, ship_code
-from tasks.steps import as_it_is, emit, reach, step_task
+from tasks.steps import opaque, emit, emit_milestone, step_task
 from tasks.training import flow_runs, run_job
 
 _FIGURES = f"node-0/{RESULT}"
@@ -41,7 +41,7 @@ async def run_script(config: ScriptConfig) -> str:
 
     async def inputs() -> None:
         if script.code is not None:
-            await ship_code(as_it_is(script.code), config.root)
+            await ship_code(opaque(script.code), config.root)
 
     _, identity = await prepare_job(claim, script, inputs)
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
@@ -52,7 +52,7 @@ async def run_script(config: ScriptConfig) -> str:
     get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end
     index = claim.attempts.index
     if await asyncio.to_thread(index.announce, record.run, f"finished-{record.attempt}"):
-        reach("run.finished", record.run, index.root.address(), logs=record.directory)
+        emit_milestone("run.finished", record.run, index.root.address(), logs=record.directory)
     return record.directory
 
 

@@ -41,7 +41,7 @@ from litgpt_demo.metrics import Row
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
-from tasks.steps import as_it_is, emit
+from tasks.steps import opaque, emit
 
 PRUNED = "pruned"
 GPUS = "gpus"
@@ -63,7 +63,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     await report_findings(partial(findings_of, config, works), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     for dataset in {run.dataset.key: run.dataset for run in runs}.values():
-        await prepare_dataset(as_it_is(dataset), root=config.root, workers=config.workers)
+        await prepare_dataset(opaque(dataset), root=config.root, workers=config.workers)
     going = _Sweep(config, sweep, index, watch, plan)
     await asyncio.to_thread(going.take_up)
     count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials

@@ -23,7 +23,7 @@ from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.evaluation import CheckpointScores, evaluate
 from tasks.preflight import prepare_job
 from tasks.report import LiveReport, publish_report
-from tasks.steps import as_it_is, emit, reach
+from tasks.steps import opaque, emit, emit_milestone
 from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
@@ -48,7 +48,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
-    inputs = partial(dataset.prepare_dataset, as_it_is(run.dataset), root=config.root, workers=config.workers)
+    inputs = partial(dataset.prepare_dataset, opaque(run.dataset), root=config.root, workers=config.workers)
     prepared, identity = await prepare_job(claim, run, inputs)
     page.dataset, page.identity = prepared, identity
     async with CheckpointScores(run) as scores:
@@ -60,14 +60,16 @@ async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalMa
                 page.follow(row)
                 ON_ROW.get()(row)
 
-            await train(as_it_is(run), as_it_is(prepared), identity, on_row=on_row, watch=watch)
-            final = await collect_checkpoints(as_it_is(run), collector, image=identity.image)
+            await train(opaque(run), opaque(prepared), identity, on_row=on_row, watch=watch)
+            final = await collect_checkpoints(opaque(run), collector, image=identity.image)
     if config.evaluation is not None:
         final = await evaluate(run.storage.address(), config.evaluation)
-    address = await publish_report(as_it_is(run), dataset=as_it_is(prepared), identity=identity, final=as_it_is(final))
+    address = await publish_report(opaque(run), dataset=opaque(prepared), identity=identity, final=opaque(final))
     get_run_logger().info("report: %s", address)  # a command prints where it is at its end
     if await asyncio.to_thread(claim.attempts.index.announce, run.name, f"finished-{final.step}"):
-        reach("run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address)
+        emit_milestone(
+            "run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address
+        )
     return final
 
 
@@ -86,4 +88,4 @@ async def prepare_dataset(config: RunConfig) -> DatasetManifest:
     await name_flow_run(f"prepare-{planned.name}-{planned.key}")
     for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
         emit(Note(what=str(finding), severity=finding.severity))
-    return await dataset.prepare_dataset(as_it_is(planned), root=config.root, workers=config.workers)
+    return await dataset.prepare_dataset(opaque(planned), root=config.root, workers=config.workers)

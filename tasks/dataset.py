@@ -27,7 +27,7 @@ from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.errors import FailureClass
 from litgpt_demo.storage import open_storage
 from tasks.report import Live
-from tasks.steps import DELAYS, as_it_is, emit, may_pass, own_tries, step_task
+from tasks.steps import DELAYS, opaque, emit, is_transient, no_outer_retry, step_task
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -69,8 +69,8 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
             fanout.stop()
             await asyncio.gather(making, return_exceptions=True)
         live.report(None)
-    with own_tries():
-        await publish_dataset(as_it_is(planned), as_it_is(manifest), seconds=time.monotonic() - start)
+    with no_outer_retry():
+        await publish_dataset(opaque(planned), opaque(manifest), seconds=time.monotonic() - start)
     return manifest
 
 
@@ -194,8 +194,8 @@ def _tried(step: Callable[[T], R], item: T) -> R:
         try:
             return step(item)
         except Exception as error:
-            if not may_pass(error):
+            if not is_transient(error):
                 raise
             time.sleep(seconds)
-    with own_tries():
+    with no_outer_retry():
         return step(item)

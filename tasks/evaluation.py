@@ -32,14 +32,14 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
 from tasks.processes import Child
 from tasks.report import could_show
-from tasks.steps import as_it_is, emit, reach, step_task
+from tasks.steps import opaque, emit, emit_milestone, step_task
 
 _MOST_LINES = 2_000  # the newest lines of an evaluation's output that are kept
 _LONGEST = 2_000  # characters of each
 _SCORING = "Running "  # begins the name of what takes long, as lm-evaluation-harness shows it
 
 
-@step_task(Step.EVALUATION.task, again=False)
+@step_task(Step.EVALUATION.task, retry=False)
 async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
     """Score the collected model of the run at an address, or find it scored, and show the scores on its card and in
     Prefect; returns the manifest of the model."""
@@ -113,13 +113,13 @@ class CheckpointScores:
     async def _until_the_end(self) -> None:
         while (step := await self._due.get()) is not None:
             try:
-                await evaluate_checkpoint(as_it_is(self._run), step)
+                await evaluate_checkpoint(opaque(self._run), step)
             except Exception as error:
                 what = f"the checkpoint of step {step} has no scores: {one_line(error)}"
                 emit(Note(what=what, severity="warning"))
 
 
-@step_task("evaluate-checkpoint", run_name="evaluate step {step}", again=False)
+@step_task("evaluate-checkpoint", run_name="evaluate step {step}", retry=False)
 async def evaluate_checkpoint(run: Run, step: int) -> None:
     """Score the checkpoint of a step, or find it scored, and show the scores in Prefect."""
     asked = cast(EvaluationConfig, run.config.evaluation)
@@ -136,7 +136,7 @@ async def evaluate_checkpoint(run: Run, step: int) -> None:
     await could_show(shown, otherwise=f"the scores of step {step} could not be shown; they are in {path}")
     emit(Note(what=f"step {step}: {'; '.join(f'{name} {value}' for name, value in made.pairs)}"))
     scores = {name: score.value for name, score in made.objectives.items()}
-    reach("checkpoint.evaluated", run.name, run.root.address(), step=step, scores=scores)
+    emit_milestone("checkpoint.evaluated", run.name, run.root.address(), step=step, scores=scores)
 
 
 async def _evaluated(

@@ -42,7 +42,7 @@ from litgpt_demo.storage import MANIFEST, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import fetch_initial_weights
 from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
-from tasks.steps import as_it_is, emit, reach, report_unreadable, step_task
+from tasks.steps import opaque, emit, emit_milestone, report_unreadable, step_task
 
 T = TypeVar("T")
 
@@ -56,7 +56,7 @@ _MOST_WARNINGS = 20  # of an attempt that are told
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
 
 
-@step_task(Step.TRAINING.task, again=False)
+@step_task(Step.TRAINING.task, retry=False)
 async def train(
     run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, *, on_row: Callable[[Row], None],
     watch: CancelWatch | None = None,
@@ -225,7 +225,7 @@ class _Orchestrator:
             record = await ask(claim, partial(claim.take, ended=self.ended, exclude=exclude, leads=lease.take))
             if record is None:
                 return None
-            if not await submit_job(as_it_is(claim), record, as_it_is(lease)):
+            if not await submit_job(opaque(claim), record, opaque(lease)):
                 return None
             try:
                 await asyncio.to_thread(self.watch.check)
@@ -239,7 +239,7 @@ class _Orchestrator:
 
     async def _await(self, record: AttemptRecord) -> AttemptRecord | None:
         """Return the attempt if it ends well; else None, and `ended` and `verdict` have the end."""
-        verdict = await await_job(as_it_is(self.claim), record, self.on_row, as_it_is(self.lease))
+        verdict = await await_job(opaque(self.claim), record, self.on_row, opaque(self.lease))
         if verdict is None:
             return record
         self.ended, self.verdict = record.attempt, verdict
@@ -256,7 +256,7 @@ class _Orchestrator:
         self.step, self.verdict = max(self.step, self.verdicts[-1].after), None
         if is_news:
             facts = {"verdict": verdict.code, "why": str(verdict)[:_LONGEST_WHY], "again": decision.wait is not None}
-            reach("attempt.ended", attempts.run, attempts.index.root.address(), attempt=self.ended, **facts)
+            emit_milestone("attempt.ended", attempts.run, attempts.index.root.address(), attempt=self.ended, **facts)
         if decision.wait is None:
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
@@ -327,7 +327,7 @@ def flow_runs() -> list[str]:
     return [str(known) for known in dict.fromkeys(ids) if known]
 
 
-@step_task("submit-job", run_name="submit attempt {record.attempt}", again=False)
+@step_task("submit-job", run_name="submit attempt {record.attempt}", retry=False)
 async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
     """Start the attempt, or reattach to it if it is there: submitting again never makes a second one.
 
@@ -357,9 +357,9 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
             if not status.state.is_live:  # otherwise another orchestrator was faster
                 refused = JobStatus(state=JobState.FAILED, native=f"refused: {one_line(error)}")
                 await asyncio.to_thread(claim.attempts.index.record_end, record, refused)
-                reach("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
+                emit_milestone("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
             raise
-        reach("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
+        emit_milestone("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
     verb = "adopted" if lives else "submitted"
     emit(Note(what=f"{verb} {record.job_name} on {platform.name}: {record.nodes} nodes x {job.processes} processes"))
     return True
@@ -371,7 +371,7 @@ def _tell(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
     emit(JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job, platform=platform))
 
 
-@step_task("await-job", run_name="run attempt {record.attempt}", again=False)
+@step_task("await-job", run_name="run attempt {record.attempt}", retry=False)
 async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease) -> Verdict | None:
     """Follow the attempt to its end; None if it ended well, else why it did not.
 
@@ -420,7 +420,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
     _tell(claim, record, "ended")
     if lease.held and (refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}):
         why = status.state if refused is None else "refused"
-        reach("attempt.ended", record.run, root, attempt=record.attempt, verdict=why, again=False)
+        emit_milestone("attempt.ended", record.run, root, attempt=record.attempt, verdict=why, again=False)
     if refused is not None:
         raise refused
     if status.state is JobState.SUCCEEDED:
@@ -551,7 +551,7 @@ class Lines:
             del self._unannounced[step]
             if exists:
                 self._announced.add(step)
-                reach("checkpoint.committed", self._record.run, self._root, step=step, loss=loss)
+                emit_milestone("checkpoint.committed", self._record.run, self._root, step=step, loss=loss)
             else:
                 self._unfounded += 1
 

@@ -57,7 +57,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(training, "submit_job", training.submit_job.fn)
     monkeypatch.setattr(training, "await_job", training.await_job.fn)
-    monkeypatch.setattr(training, "as_it_is", lambda claim: claim)
+    monkeypatch.setattr(training, "opaque", lambda claim: claim)
     monkeypatch.setattr(training, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(training, "show_verdict", at_once)
     monkeypatch.setattr(training, "show_state", at_once)  # which would start a server of its own
@@ -239,7 +239,7 @@ def test_nodes_get_the_seconds_that_the_budget_pays(tmp_path: Path) -> None:
 def test_leader_announces_a_checkpoint_with_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its row comes when it is written, and the training has done another step meanwhile."""
     announced: list[dict[str, Any]] = []
-    monkeypatch.setattr(training, "reach", lambda *_, **facts: announced.append(facts))
+    monkeypatch.setattr(training, "emit_milestone", lambda *_, **facts: announced.append(facts))
     record = claim_on(StrictPlatform(), tmp_path, "demo").take()
     rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "loss": 9.0 - step} for step in (3, 4, 5)]
     rows.append({"kind": "checkpoint", "step": 4})
@@ -407,7 +407,7 @@ def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
 def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The follower has another number of nodes. The attempt that it follows ends between its look and its next one."""
     events, written, index = list[str](), list[int](), Index.of(str(tmp_path))
-    monkeypatch.setattr(training, "reach", lambda milestone, *_, **__: events.append(milestone))
+    monkeypatch.setattr(training, "emit_milestone", lambda milestone, *_, **__: events.append(milestone))
     platform = Followed([BROKEN, 0], index)
     leading = replace(claim_on(platform, tmp_path, "demo"), prepare=lambda record: written.append(2))
     make = leading.make_job
@@ -588,7 +588,7 @@ def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
             super().meet(job_id, code)
 
     reached: list[Any] = []
-    monkeypatch.setattr("tasks.training.reach", lambda *of, **facts: reached.append(facts))
+    monkeypatch.setattr("tasks.training.emit_milestone", lambda *of, **facts: reached.append(facts))
     events: list[Event] = []
     with caplog.at_level(logging.INFO), Listener(events.append), pytest.raises(JobFailed) as failure:
         ended_well(tmp_path, Leaking([BROKEN]))
@@ -620,7 +620,9 @@ def test_event_of_a_checkpoint_needs_one_that_exists(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(LocalStorage, "exists", look)
     reached: list[Any] = []
-    monkeypatch.setattr("tasks.training.reach", lambda milestone, *of, **facts: reached.append((milestone, facts)))
+    monkeypatch.setattr(
+        "tasks.training.emit_milestone", lambda milestone, *of, **facts: reached.append((milestone, facts))
+    )
     ended_well(tmp_path, Boasting([0]))
     assert [facts["step"] for milestone, facts in reached if milestone == "checkpoint.committed"] == [10]
     assert "MainThread" not in looks
