@@ -17,7 +17,7 @@ from launcher.runs.run import plan_script
 from litgpt_demo.node.network_test import RESULT, NetworkTestResult, read_result
 from litgpt_demo.storage import open_storage
 from tasks.preflight import prepare_job, ship_code
-from tasks.steps import opaque, emit, emit_milestone, step_task
+from tasks.steps import emit, emit_milestone, opaque, step_task
 from tasks.training import flow_runs, run_job
 
 _FIGURES = f"node-0/{RESULT}"

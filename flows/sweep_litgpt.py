@@ -41,7 +41,7 @@ from litgpt_demo.metrics import Row
 from litgpt_demo.storage import open_storage
 from tasks.dataset import prepare_dataset
 from tasks.preflight import report_findings
-from tasks.steps import opaque, emit
+from tasks.steps import emit, opaque
 
 PRUNED = "pruned"
 GPUS = "gpus"

@@ -23,7 +23,7 @@ from tasks.checkpoints import Collector, collect_checkpoints
 from tasks.evaluation import CheckpointScores, evaluate
 from tasks.preflight import prepare_job
 from tasks.report import LiveReport, publish_report
-from tasks.steps import opaque, emit, emit_milestone
+from tasks.steps import emit, emit_milestone, opaque
 from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)

@@ -27,7 +27,7 @@ from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.errors import FailureClass
 from litgpt_demo.storage import open_storage
 from tasks.report import Live
-from tasks.steps import DELAYS, opaque, emit, is_transient, no_outer_retry, step_task
+from tasks.steps import DELAYS, emit, is_transient, no_outer_retry, opaque, step_task
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -32,7 +32,7 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
 from tasks.processes import Child
 from tasks.report import could_show
-from tasks.steps import opaque, emit, emit_milestone, step_task
+from tasks.steps import emit, emit_milestone, opaque, step_task
 
 _MOST_LINES = 2_000  # the newest lines of an evaluation's output that are kept
 _LONGEST = 2_000  # characters of each

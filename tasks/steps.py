@@ -1,7 +1,7 @@
 """The options that every step shares as a Prefect task: its events, its retries, and no caching.
 
-Prefect's own caching stays off. The manifest at a step's key decides whether the step is done: it holds across machines,
-servers and Prefect versions, and cannot be stale.
+Prefect's own caching stays off. The manifest at a step's key decides whether the step is done. It holds across
+machines, servers and Prefect versions, and cannot be stale.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.context import FlowRunContext
 from prefect.events import emit_event
 from prefect.exceptions import MissingContextError
-from prefect.utilities import annotations
+from prefect.utilities.annotations import opaque as prefect_opaque
 
 from launcher import events
 from launcher.errors import JobFailed
@@ -76,7 +76,7 @@ def no_outer_retry() -> Iterator[None]:
 
 def opaque(value: T) -> T:
     """Pass a task a large argument that Prefect does not search for futures."""
-    return cast(T, annotations.opaque(value))
+    return cast(T, prefect_opaque(value))
 
 
 # Seconds before each retry: the time that a bucket or an API server usually needs to recover.

@@ -42,7 +42,7 @@ from litgpt_demo.storage import MANIFEST, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import fetch_initial_weights
 from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
-from tasks.steps import opaque, emit, emit_milestone, report_unreadable, step_task
+from tasks.steps import emit, emit_milestone, opaque, report_unreadable, step_task
 
 T = TypeVar("T")
 
