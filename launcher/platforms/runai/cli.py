@@ -13,9 +13,9 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from launcher.errors import ConfigProblem, LoginProblem, NotInstalled, PlatformRefused, PlatformUnreachable
 from launcher.job import UNBUILT
@@ -39,10 +39,13 @@ _HOST = "--env-pod-field-ref"
 _NEWER = {EXCLUDE, _HOST, "--dry-run", "--preemptible", "--preemptibility", "--priority"}
 _UNDOCUMENTED = {"v1": _NEWER | {"--run-as-gid", "--run-as-uid"}, "v2": _NEWER}
 
-Row: TypeAlias = tuple[str, str | Iterable[str] | bool | None, str | None, str | None]
-"""The user's setting; its value, or several for a flag that is repeated, or whether a flag stands alone; the flags of
-v1 and of v2, None in the one that says it by another row. What is said in no flag names what has it instead."""
-_REST = "the REST API"
+
+class Flag(NamedTuple):
+    setting: str
+    """The user's setting, for the message that this release lacks the flag."""
+    name: str
+    value: str | float | Sequence[str] | None
+    """Several values repeat the flag, True is a flag without a value. A flag with 0 or an empty value is left out."""
 
 
 class Dialect(NamedTuple):
@@ -91,24 +94,24 @@ _KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Ph
 class Cli:
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
-        self.name, self.trouble, self.unknown = "cli", "project", ()
+        self.name, self.error_code, self.unknown = "cli", "project", ()
 
     @cached_property
     def dialect(self) -> Dialect:
         wanted = self._settings.cli_version
         if wanted != "auto" and shutil.which(self._settings.cli) is None:
             return Dialect(wanted, SUBMIT[wanted][0], None)  # to look at what would be sent, without the program
-        commands = [(one, command) for one in SUBMIT if wanted in {"auto", one} for command in SUBMIT[one]]
-        for generation, command in commands:
-            told = self._run(*command, "--help", check=False)
-            # Each flag is the first thing on its line, or follows its short form.
-            text = told.stdout + told.stderr
-            found = re.findall(r"^\s*(-\w\b)?,?\s*(--[\w-]+)?", text, re.MULTILINE)
-            flags = frozenset(flag for both in found for flag in both if flag)
-            if told.returncode == 0 and "--workers" in flags:
-                return Dialect(generation, command, flags)
-        tried = ", ".join(f"`{' '.join(command)}`" for _, command in commands)
-        what = f"{self._settings.cli} knows none of {tried}, so it cannot submit a PyTorch training"
+        tried = []
+        for generation, commands in SUBMIT.items():
+            for command in commands if wanted in {"auto", generation} else ():
+                done = self._run(*command, "--help", check=False)
+                # Each flag is the first word on its line, or follows its short form.
+                pairs = re.findall(r"^\s*(-\w\b)?,?\s*(--[\w-]+)?", done.stdout + done.stderr, re.MULTILINE)
+                flags = frozenset(flag for pair in pairs for flag in pair if flag)
+                if done.returncode == 0 and "--workers" in flags:
+                    return Dialect(generation, command, flags)
+                tried.append(f"`{' '.join(command)}`")
+        what = f"{self._settings.cli} knows none of {', '.join(tried)}, so it cannot submit a PyTorch training"
         raise ConfigProblem(what, fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)")
 
     @property
@@ -117,92 +120,100 @@ class Cli:
 
     def render(self, work: Workload) -> Mapping[str, Any]:
         settings, job, dialect = work.settings, work.job, self.dialect
-        # The page has one spelling, its snippet another; before 2.10 there was neither.
-        v1, spellings = dialect.generation == "v1", ("--pvc-exists", "--pvc-exist", "--pvc")
-        pvc = next(filter(dialect.has, spellings), spellings[0])
-        claim = "{0.name}:{0.path}" if v1 and pvc == "--pvc" else "claimname={0.name},path={0.path}"
-        topology = f"--{'required' if settings.topology_required else 'preferred'}-pod-topology-key"
-        gpus, is_part = f"{settings.gpus:g}", 0 < settings.gpus < 1
-        early = dialect.submit[0] == "distributed"
-
-        def pairs(given: Mapping[str, object]) -> list[str]:
-            return [f"{name}={value}" for name, value in given.items()]
-
-        rows: list[Row] = [
-            ("PyTorch", early and "PyTorch", None, "--framework"),
-            ("image", job.image or UNBUILT, "--image", "--image"),
-            # Pinned by digest: what is there is right.
-            ("image", "IfNotPresent", "--image-pull-policy", "--image-pull-policy"),
-            ("platform.nodes", str(job.nodes - 1), "--workers", "--workers"),
-            # A gang cannot heal pod by pod: a new attempt is ours to make.
-            ("restarts", "0", "--backoff-limit", "--backoff-limit"),
-            ("labels", pairs(job.all_labels), "--label", "--label"),
-            # The programs take a value apart at its commas.
-            ("platform.network", any("," in value for value in work.network.annotations.values()), _REST, _REST),
-            ("platform.network", pairs(work.network.annotations), "--annotation", "--annotation"),
-            ("platform.network", pairs(work.network.resources), "--extended-resource", "--extended-resource"),
+        topology = "--required-pod-topology-key" if settings.topology_required else "--preferred-pod-topology-key"
+        claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
+        flags = [
+            Flag("image", "--image", job.image or UNBUILT),
+            # The image is pinned by its digest, so that a copy on the node is right.
+            Flag("image", "--image-pull-policy", "IfNotPresent"),
+            Flag("platform.nodes", "--workers", str(job.nodes - 1)),
+            # A gang cannot recover pod by pod: the launcher makes a new attempt.
+            Flag("restarts", "--backoff-limit", "0"),
+            Flag("labels", "--label", _assignments(job.all_labels)),
+            Flag("platform.network", "--annotation", _assignments(work.network.annotations)),
+            Flag("platform.network", "--extended-resource", _assignments(work.network.resources)),
             # The long form names an asset in the newest releases; the short one always sets a variable.
-            ("env", pairs(work.variables), "-e", "-e"),
-            ("platform.secrets", bool(settings.secrets), _REST, _REST),
-            ("platform.node_type", settings.node_type, "--node-type", "--node-type"),
-            ("platform.topology", settings.topology, topology, topology),
-            ("platform.large_shm", settings.large_shm, "--large-shm", "--large-shm"),
-            ("platform.run_as_user", settings.run_as_user, "--run-as-user", "--run-as-user"),
-            ("platform.uid", str(settings.uid or ""), "--run-as-uid", "--run-as-uid"),
-            ("platform.gid", str(settings.gid or ""), "--run-as-gid", "--run-as-gid"),
-            ("platform.gpus", gpus, "--gpu", None),
-            ("platform.gpus", settings.gpus > 0 and ("1" if is_part else gpus), None, "--gpu-devices-request"),
-            ("platform.gpus", is_part and "portion", None, "--gpu-request-type"),
-            ("platform.gpus", is_part and gpus, None, "--gpu-portion-request"),
-            ("platform.cpus", f"{settings.cpus:g}" if settings.cpus else None, "--cpu", "--cpu-core-request"),
-            ("platform.memory", settings.memory, "--memory", "--cpu-memory-request"),
-            ("platform.claims", [claim.format(one) for one in settings.claims], pvc, "--existing-pvc"),
-            # One string, in order; that commas separate them is INFERRED.
-            ("platform.node_pools", ",".join(settings.node_pools), "--node-pools", None),
-            ("platform.node_pools", settings.node_pools, None, "--node-pools"),
-            ("platform.priority", settings.priority, "--priority", "--priority"),
-            ("platform.preemptible", settings.preemptible, "--preemptible", None),
-            ("platform.preemptible", PREEMPTIBILITY[settings.preemptible], None, "--preemptibility"),
-            # `max_excluded_nodes` has said where it cannot.
-            ("the machines to avoid", job.exclude_nodes if self.excludes else (), None, EXCLUDE),
-            # Which machine a pod is on, for verdicts.
-            ("LITGPT_HOST", dialect.has(_HOST) and "LITGPT_HOST=spec.nodeName", None, _HOST),
+            Flag("env", "-e", _assignments(work.variables)),
+            Flag("platform.node_type", "--node-type", settings.node_type),
+            Flag("platform.topology", topology, settings.topology),
+            Flag("platform.large_shm", "--large-shm", settings.large_shm),
+            Flag("platform.run_as_user", "--run-as-user", settings.run_as_user),
+            Flag("platform.uid", "--run-as-uid", settings.uid),
+            Flag("platform.gid", "--run-as-gid", settings.gid),
         ]
-        name, missing = ["--name", job.attempt_name] if v1 else [job.attempt_name], list[str]()
-        words = [settings.cli, *dialect.submit, *name, "--project", settings.project]
-        for setting, value, *flags in rows:
-            flag = flags[0 if v1 else 1]
-            if flag is None or not value:
-                continue
-            if flag == _REST or not dialect.has(flag):
-                missing.append(f"{setting} needs {flag}")
-            elif value is True:
-                words.append(flag)
-            else:
-                words += [word for one in ([value] if isinstance(value, str) else value) for word in (flag, one)]
+        argv = [settings.cli, *dialect.submit, job.attempt_name, "--project", settings.project]
+        if dialect.generation == "v1":
+            argv.insert(-3, "--name")
+            # The page and its snippet spell the flag differently. Releases before 2.10 have neither.
+            spellings = ("--pvc-exists", "--pvc-exist", "--pvc")
+            pvc = next(filter(dialect.has, spellings), spellings[0])
+            if pvc == "--pvc":
+                claims = [f"{claim.name}:{claim.path}" for claim in settings.claims]
+            flags += [
+                Flag("platform.gpus", "--gpu", f"{settings.gpus:g}"),
+                Flag("platform.cpus", "--cpu", settings.cpus),
+                Flag("platform.memory", "--memory", settings.memory),
+                Flag("platform.claims", pvc, claims),
+                # One string, in order; that commas separate them is INFERRED.
+                Flag("platform.node_pools", "--node-pools", ",".join(settings.node_pools)),
+                Flag("platform.priority", "--priority", settings.priority),
+                Flag("platform.preemptible", "--preemptible", settings.preemptible),
+            ]
+        else:
+            part = settings.gpus if 0 < settings.gpus < 1 else 0
+            flags += [
+                Flag("platform.gpus", "--gpu-devices-request", 1.0 if part else settings.gpus),
+                Flag("platform.gpus", "--gpu-request-type", "portion" if part else None),
+                Flag("platform.gpus", "--gpu-portion-request", part),
+                Flag("platform.cpus", "--cpu-core-request", settings.cpus),
+                Flag("platform.memory", "--cpu-memory-request", settings.memory),
+                Flag("platform.claims", "--existing-pvc", claims),
+                Flag("platform.node_pools", "--node-pools", settings.node_pools),
+                Flag("platform.priority", "--priority", settings.priority),
+                Flag("platform.preemptible", "--preemptibility", PREEMPTIBILITY[settings.preemptible]),
+            ]
+            if dialect.submit[0] == "distributed":
+                flags.insert(0, Flag("PyTorch", "--framework", "PyTorch"))
+            if self.excludes:  # otherwise `max_excluded_nodes` has said so
+                flags.append(Flag("the machines to avoid", EXCLUDE, job.exclude_nodes))
+            if dialect.has(_HOST):  # the machine of a pod, for diagnoses
+                flags.append(Flag("LITGPT_HOST", _HOST, "LITGPT_HOST=spec.nodeName"))
+        missing = [f"{flag.setting} needs {flag.name}" for flag in flags if flag.value and not dialect.has(flag.name)]
+        if settings.secrets:
+            missing.append("platform.secrets needs the REST API")
+        if any("," in value for value in work.network.annotations.values()):  # the program splits values at commas
+            missing.append("platform.network needs the REST API")
         if missing:
             what = f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {', '.join(missing)}"
             fix = "leave the setting out, install a newer runai, or submit by REST (platform.url)"
             raise ConfigProblem(what, fix=fix)
-        return {"argv": [*words, "--command", "--", *work.words]}
+        for _, name, value in flags:
+            match value:
+                case True:
+                    argv.append(name)
+                case str() | int() | float() if value:
+                    argv += [name, f"{value:g}" if isinstance(value, float) else str(value)]
+                case list() | tuple():
+                    argv += [word for item in value for word in (name, item)]
+        return {"argv": [*argv, "--command", "--", *work.command]}
 
     def check_access(self, sent: Mapping[str, Any] | None = None) -> None:
         """Prove that the program runs, the project answers, and it would take this (where it has `--dry-run`)."""
         self._workloads()
         if sent is not None and self.dialect.has("--dry-run"):  # it starts nothing
-            words = list(sent["argv"][1:])
-            words.insert(words.index("--"), "--dry-run")
-            self._run(*words, unless=_ALREADY_THERE)
+            argv = list(sent["argv"][1:])
+            argv.insert(argv.index("--"), "--dry-run")
+            self._run(*argv, ignore_errors=_ALREADY_THERE)
 
     def submit(self, sent: Mapping[str, Any]) -> None:
-        self._run(*sent["argv"][1:], unless=_ALREADY_THERE)
+        self._run(*sent["argv"][1:], ignore_errors=_ALREADY_THERE)
 
     def phase(self, name: str) -> str | None:
         return self._workloads().get(name)
 
     def delete(self, name: str) -> None:
         command = ("delete", "job") if self.dialect.generation == "v1" else (*self.dialect.submit[:-1], "delete")
-        self._run(*command, name, "--project", self._settings.project, unless=_GONE)
+        self._run(*command, name, "--project", self._settings.project, ignore_errors=_GONE)
 
     def _workloads(self) -> dict[str, str]:
         project = ("--project", self._settings.project)
@@ -220,12 +231,16 @@ class Cli:
                 return found
 
     def _run(
-        self, *words: str, unless: re.Pattern[str] | None = None, check: bool = True
+        self, *words: str, ignore_errors: re.Pattern[str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """One command of the program; `unless` are words of a failure that is none. An end that is no clear refusal is
-        PlatformUnreachable."""
+        """Run one command of the program. Errors that match `ignore_errors` count as success.
+
+        Raises:
+            PlatformRefused, LoginProblem: the program clearly refused.
+            PlatformUnreachable: it failed in any other way.
+        """
         argv = [self._settings.cli, *words]
-        what = f"`{' '.join(argv[:4])}`"
+        command = f"`{' '.join(argv[:4])}`"
         try:
             done = subprocess.run(
                 argv,
@@ -239,29 +254,36 @@ class Cli:
             fix = "install Run:ai's command line or name it in platform.cli, or submit by REST: set platform.url"
             raise NotInstalled(f"there is no program {argv[0]} on PATH", fix=fix) from error
         except subprocess.TimeoutExpired as error:
-            told = f"{what} has not ended for {timeouts.RUNAI_COMMAND:.0f} s"
-            raise PlatformUnreachable(told, fix="submitting and asking again is safe") from error
+            what = f"{command} has not ended for {timeouts.RUNAI_COMMAND:.0f} s"
+            raise PlatformUnreachable(what, fix="submitting and asking again is safe") from error
         if done.returncode == 0:
             return done
         # Its error, which a traceback may show with all that it says.
         done.stdout, done.stderr = redacted(done.stdout), redacted(done.stderr)
         printed = done.stderr + done.stdout
         answered = not _UNANSWERED.search(printed)
-        if not check or (unless is not None and answered and unless.search(printed)):
+        if not check or (ignore_errors is not None and answered and ignore_errors.search(printed)):
             return done
         lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
         # Behind an error of the command line comes the usage, of a page and more (github.com/spf13/cobra: command.go).
-        usage = next((number for number, line in enumerate(lines) if line.startswith("Usage:")), 0)
-        last = one_line(" ".join(lines[: usage or None][-3:]))
-        told = f"{what} ended with {done.returncode}: {last or 'without a word'}"
+        for number, line in enumerate(lines[1:], start=1):
+            if line.startswith("Usage:"):
+                lines = lines[:number]
+                break
+        last = one_line(" ".join(lines[-3:]))
+        what = f"{command} ended with {done.returncode}: {last or 'without a word'}"
         if _LOGIN.search(last):
-            raise LoginProblem(told, fix=f"log in with `{self._settings.cli} login`, and run again")
+            raise LoginProblem(what, fix=f"log in with `{self._settings.cli} login`, and run again")
         if answered and _FORBIDDEN.search(last):
             fix = f"ask for a role in the project {self._settings.project}, or log in as somebody who has one"
-            raise LoginProblem(told, fix=fix)
+            raise LoginProblem(what, fix=fix)
         if answered and _REFUSED.search(printed):
-            raise PlatformRefused(told, fix=f"see that the project {self._settings.project} exists and is yours")
-        raise PlatformUnreachable(told)
+            raise PlatformRefused(what, fix=f"see that the project {self._settings.project} exists and is yours")
+        raise PlatformUnreachable(what)
+
+
+def _assignments(values: Mapping[str, object]) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 def phases_in(text: str) -> dict[str, str]:
@@ -271,15 +293,17 @@ def phases_in(text: str) -> dict[str, str]:
     except ValueError as error:  # an old program prints other things before it is ready
         text = redacted(text)  # nor chained: a traceback may show what was read
         raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
-    found, todo = dict[str, str](), [document]
+    phases, todo = dict[str, str](), [document]
     while todo:
-        one = todo.pop()
-        if isinstance(one, Mapping):
-            name, phase = (next((one[key] for key in keys if isinstance(one.get(key), str)), None) for keys in _KEYS)
+        value = todo.pop()
+        if isinstance(value, list):
+            todo += value
+        elif isinstance(value, Mapping):
+            name, phase = (
+                next((value[key] for key in keys if isinstance(value.get(key), str)), None) for keys in _KEYS
+            )
             if name is not None and phase is not None:
-                found.setdefault(name, phase)
+                phases.setdefault(name, phase)
             else:
-                todo += one.values()
-        elif isinstance(one, list):
-            todo += one
-    return found
+                todo += value.values()
+    return phases

@@ -103,7 +103,7 @@ class RunaiPlatform:
             self._api.check_access(submission.body["sent"])
         except errors.LauncherError as error:
             codes = {errors.NotInstalled: "no-cli", errors.LoginProblem: "login", errors.ConfigProblem: "project"}
-            code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.trouble)
+            code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.error_code)
             yield finding_of(error, f"runai.{code}")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:

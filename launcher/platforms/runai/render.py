@@ -32,8 +32,8 @@ class Workload(NamedTuple):
     job: Job
     settings: RunaiPlatformConfig
     network: Network
-    words: tuple[str, ...]
-    """The command of each pod; no word holds a character that a shell interprets."""
+    command: tuple[str, ...]
+    """The command of each pod; no word has a character that a shell interprets."""
     variables: Mapping[str, str]
     """Variables of the pod, plain words too; the others are packed into the command."""
     node: Mapping[str, object]
@@ -73,5 +73,5 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         "environment": variables,
         **({"by_hand": " ".join(packed_command)} if settings.interactive else {}),
     }
-    words = ("sleep", "infinity") if settings.interactive else packed_command
-    return Workload(job, settings, network, words, shown, unpacked, entries)
+    command = ("sleep", "infinity") if settings.interactive else packed_command
+    return Workload(job, settings, network, command, shown, unpacked, entries)

@@ -59,7 +59,7 @@ class Rest:
         self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, environ)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = _GRANTS
-        self.name, self.trouble, self.excludes = "rest", "api", True
+        self.name, self.error_code, self.excludes = "rest", "api", True
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
         self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 
@@ -231,8 +231,8 @@ def body(work: Workload) -> dict[str, Any]:
         "numWorkers": job.nodes - 1,
         "image": job.image or UNBUILT,
         "imagePullPolicy": "IfNotPresent",
-        "command": work.words[0],
-        "args": " ".join(work.words[1:]),
+        "command": work.command[0],
+        "args": " ".join(work.command[1:]),
         "environmentVariables": variables,
         "labels": [{"name": name, "value": value} for name, value in job.all_labels.items()],
         "annotations": [{"name": name, "value": value} for name, value in work.network.annotations.items()],
