@@ -24,7 +24,8 @@ from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.loop import scratch_of
-from litgpt_demo.training.saving import Saved, Saver, resume
+from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import Saver, SaveResult
 from litgpt_demo.training.setup import open_data, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
@@ -41,8 +42,8 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
         )
         training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch_of(run, 0))
         model, optimizer = training.model.module, training.optimizer.optimizer
-        told: list[Saved] = []
-        beside, alone = Saver(training, tell=told.append), Saver(training, tell=lambda saved: None)
+        told: list[SaveResult] = []
+        beside, alone = Saver(training, on_result=told.append), Saver(training, on_result=lambda saved: None)
         seen, steps = defaultdict[str, list[float]](list), 0
 
         def step() -> None:
@@ -72,8 +73,8 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
             take("torch.save", lambda state=state: torch.save(state, whole))  # as fabric.save does in one process
             take("waiting", save_and_wait)
             take("beside", save_beside)
-            take("load", lambda: resume(training, tell=print))
-        size = checkpoints.committed(training.run)[0].size
+            take("load", lambda: resume(training, on_warning=print))
+        size = checkpoints.list_complete(training.run)[0].size
     # The first round is the one in which the memory for the copy is to be had.
     first, *stalls = (saved.stall for saved in told)
     seen = {name: seconds[1:] for name, seconds in seen.items()}

@@ -32,7 +32,7 @@ from launcher.runs.attempts import claim_at
 from launcher.runs.run import plan_run, plan_script, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.node import agent, rendezvous
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 
 CONFIG = Path("deployments/configs/local.yaml")
 ASKED = {"server up": (8.0, 5.0), "its own server": (20.0, 12.0)}  # DESIGN section 6: seconds added, and found done
@@ -55,7 +55,7 @@ def bare(root: Path, settings: list[str]) -> float:
             command = agent.torchrun_command(rendezvous.parse(argv[3:], {}), log_dir=f"{root}-{time.time()}-{rank}")
             nodes.append(subprocess.Popen(command, env=environment, stdout=log))
     codes = [node.wait() for node in nodes]
-    if any(codes) or committed(run.storage)[0].step != run.config.train.max_steps:
+    if any(codes) or list_complete(run.storage)[0].step != run.config.train.max_steps:
         raise SystemExit(f"the bare training failed:\n{root.with_suffix('.log').read_text()}")
     return time.monotonic() - began
 

@@ -50,7 +50,7 @@ class Beat:
     """Seconds since the epoch, for people."""
     ticks: float
     """Seconds on the machine's monotonic clock, which nobody sets: by it silence is measured."""
-    allow: float
+    max_silence: float
     """Seconds of silence that mean nothing yet."""
     sends: float = 0.0
     """Bytes that its node must send to the others in a step, as its program says; 0 where that is not known."""
@@ -61,10 +61,10 @@ class Beat:
 class Heartbeat:
     """A rank's side; without a node above it, it does nothing."""
 
-    def __init__(self, *, allow: float, environ: Mapping[str, str] | None = None) -> None:
-        """Silence of `allow` seconds means nothing yet, where a sign of life says nothing else."""
+    def __init__(self, *, max_silence: float, environ: Mapping[str, str] | None = None) -> None:
+        """Silence of `max_silence` seconds means nothing yet, where a heartbeat says nothing else."""
         environ = os.environ if environ is None else environ
-        self._allow = allow
+        self._max_silence = max_silence
         self._stacks: IO[str] | None = None
         self._step = 0
         self.sends = 0.0
@@ -84,7 +84,7 @@ class Heartbeat:
             faulthandler.register(signal.SIGUSR1, file=self._stacks, all_threads=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def beat(self, step: int, doing: str, *, allow: float | None = None) -> None:
+    def beat(self, step: int, doing: str, *, max_silence: float | None = None) -> None:
         """Say that this rank lives, has done `step` steps, and what it does next."""
         if self._stacks is None:
             return
@@ -96,7 +96,7 @@ class Heartbeat:
             "time": time.time(),
             "ticks": time.monotonic(),
         }
-        told["allow"] = self._allow if allow is None else allow
+        told["max_silence"] = self._max_silence if max_silence is None else max_silence
         with translate_os_errors(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
             os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)
 
@@ -111,7 +111,7 @@ class Heartbeat:
         if self._stacks is None:
             return
         if error is not None and is_gpu_error(str(error)):
-            self.beat(self._step, "failing", allow=1e9)
+            self.beat(self._step, "failing", max_silence=1e9)
         else:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
@@ -142,7 +142,7 @@ def status_of(beat: Beat) -> str:
     return "gone"
 
 
-def is_held(beat: Beat) -> bool:
+def is_stopped(beat: Beat) -> bool:
     """Whether the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
@@ -163,8 +163,8 @@ class Watcher:
         # machine that was moved or had no time for them.
         if now - paused > 5.0:
             self._since = now
-        silent = [beat for beat in beats if now - max(beat.ticks, self._since) > beat.allow]
-        return sorted(silent, key=lambda beat: (not is_held(beat), beat.step, beat.ticks))
+        silent = [beat for beat in beats if now - max(beat.ticks, self._since) > beat.max_silence]
+        return sorted(silent, key=lambda beat: (not is_stopped(beat), beat.step, beat.ticks))
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, within: float = timeouts.STACKS) -> None:
@@ -191,11 +191,11 @@ def ask_for_stacks(beats: Iterable[Beat], *, within: float = timeouts.STACKS) ->
 # below the backward pass, and the wait for a step's sums. Every rank of torchrun's has torch/distributed/elastic.
 _WAITS = re.compile(
     r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward"
-    r'|training/step\.py", line \d+ in take'
+    r'|training/step\.py", line \d+ in collect'
 )
 
 
-def waits(beat: Beat) -> bool:
+def waits_for_peers(beat: Beat) -> bool:
     """Whether the stacks that a rank has written show that its main thread waits for the other ranks."""
     path = Path(beat.stacks)
     # The main thread answers the signal, so that its stack is the one called so, the newest frame first.

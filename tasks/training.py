@@ -66,7 +66,7 @@ async def train(
     platform, train = run.config.platform, run.config.train
     on = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
     emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {on}"))
-    there = await asyncio.to_thread(checkpoints.committed, run.storage)
+    there = await asyncio.to_thread(checkpoints.list_complete, run.storage)
     done = bool(there) and checkpoints.reached_end(there[0], spec)  # collection reads every byte of it
     if not done:
         metrics = await asyncio.to_thread(read_metrics, run.storage)

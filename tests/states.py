@@ -18,10 +18,10 @@ from litgpt_demo.optimizers import decay_groups
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoint_reader import training_state
-from litgpt_demo.training.checkpoints import CheckpointManifest, commit, publish, retire
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, prune, upload_files
 from litgpt_demo.training.loop import scratch_of
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.saving import Shards
+from litgpt_demo.training.saving import ShardWriter
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 
 Pair: TypeAlias = tuple[GPT, Optimizer]
@@ -92,13 +92,13 @@ def manifest_of(number: int, loss: float | None = None, **changes: Any) -> Check
 
 def publish_pair(run: Storage, trained: Pair, number: int) -> CheckpointManifest:
     """All of a checkpoint but its manifest, which is returned."""
-    shards, state = Shards(Ranks(number=0, world=1), torch.device("cpu")), training_state(*trained, {})
-    shards.agree(state)
-    shards.copy(state, None)
+    shards, state = ShardWriter(Ranks(rank=0, world_size=1), torch.device("cpu")), training_state(*trained, {})
+    shards.plan(state)
+    shards.stage_to_host(state, None)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch, "shards")
         shards.write_index(folder, [shards.write(folder)])
-        return manifest_of(number, files=tuple(publish(folder.iterdir(), run, number)))
+        return manifest_of(number, files=tuple(upload_files(folder.iterdir(), run, number)))
 
 
 def keep(
@@ -107,7 +107,7 @@ def keep(
     """Commit a checkpoint of a pair as training does."""
     manifest = publish_pair(run, trained, number).model_copy(update={"validation_loss": loss})
     commit(run, manifest)
-    retire(run, last=last, **{"best": 0} | retention)
+    prune(run, last=last, **{"best": 0} | retention)
     return manifest
 
 

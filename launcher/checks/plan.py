@@ -180,7 +180,7 @@ class Sight:
     @cached_property
     def begun(self) -> int:
         """Return the step of the run's last checkpoint, 0 where there is none."""
-        there = [] if self.blind else checkpoints.committed(self.run.storage)
+        there = [] if self.blind else checkpoints.list_complete(self.run.storage)
         return there[0].step if there else 0
 
     @property
@@ -419,7 +419,7 @@ def _read_of(planned: PlannedDataset) -> str:
 def lost_steps(storage: Storage) -> str:
     """Return which steps of a run's training no checkpoint holds, in a sentence; empty where all are kept."""
     done = max((row["step"] for row in read_metrics(storage) if row["kind"] == "step"), default=0)
-    saved = max((found.step for found in checkpoints.committed(storage)), default=0)
+    saved = max((found.step for found in checkpoints.list_complete(storage)), default=0)
     if done <= saved:
         return ""
     since = f"the checkpoint of step {saved}" if saved else "its beginning, for it has no checkpoint yet"

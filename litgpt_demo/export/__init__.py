@@ -91,7 +91,7 @@ class FinalManifest(Settings):
 def exported(run: Storage) -> FinalManifest | None:
     """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
     manifest = whole_final(run)
-    gone_further = manifest and any(found.step > manifest.step for found in checkpoints.committed(run)[:1])
+    gone_further = manifest and any(found.step > manifest.step for found in checkpoints.list_complete(run)[:1])
     return None if gone_further else manifest
 
 

@@ -27,7 +27,7 @@ from litgpt_demo.documents import FileRecord, differences, fetch_verified, parse
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
 from litgpt_demo.export.card import cost_of, write_card
-from litgpt_demo.export.proof import Texts, opened_by_litgpt, opened_by_transformers, probe_of, trainer_logits
+from litgpt_demo.export.proof import Texts, opened_by_litgpt, opened_by_transformers, probe_batch, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
@@ -56,11 +56,11 @@ def export(
     with _workplace(run) as scratch:
         done = whole_final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
-            return _unspoilt(run, done)
+            return _verify_existing(run, done)
         report("reading every byte of the checkpoint")
         chosen, shards = verified_checkpoint(run, spec, scratch, step=step, newest=newest)
         if done is not None and done.step == chosen.step:
-            return _unspoilt(run, done)
+            return _verify_existing(run, done)
         address = run.address(checkpoints.folder_of(chosen.step))
         made = make(spec, chosen, shards, scratch, address=address, report=report)
         report("waiting for the end of the job")
@@ -68,7 +68,7 @@ def export(
         report("writing final/")
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
         if (done := whole_final(run)) is not None and done.step == chosen.step:
-            return _unspoilt(run, done)
+            return _verify_existing(run, done)
         made = made.model_copy(update={"cost": cost_of(run)})
         folder, final = scratch / FINAL, run.within(FINAL)
         write_card(run, spec, chosen, made, folder)
@@ -80,7 +80,7 @@ def export(
         return manifest
 
 
-def _unspoilt(run: Storage, done: FinalManifest) -> FinalManifest:
+def _verify_existing(run: Storage, done: FinalManifest) -> FinalManifest:
     """Return the model that is found done, every byte of it read again where that costs no download."""
     final = run.within(FINAL)
     folder = final.local_path()
@@ -95,7 +95,7 @@ def verified_checkpoint(
 ) -> tuple[CheckpointManifest, Path]:
     """The checkpoint that is asked for, and a local folder with the files of its weights, every byte verified."""
     damaged: list[str] = []
-    there = checkpoints.committed(run, damaged=lambda folder, error: damaged.append(str(error)))
+    there = checkpoints.list_complete(run, on_damaged=lambda folder, error: damaged.append(str(error)))
     steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
     if step is not None and not (there := [found for found in there if found.step == step]):
         raise UserError(f"{run.address()} has no checkpoint of step {step}; there are: {steps}")
@@ -113,7 +113,7 @@ def verified_checkpoint(
             damaged.append(str(error))
             shutil.rmtree(scratch / "shards", ignore_errors=True)
             if step is None and not newest:  # else the run would count as finished, and never train on
-                where = checkpoints.set_aside(run, checkpoints.folder_of(found.step), str(error))
+                where = checkpoints.quarantine(run, checkpoints.folder_of(found.step), str(error))
                 damaged.append(f"it was moved to {where}; run it again, it trains on from the checkpoint before")
         return None
 
@@ -178,7 +178,7 @@ def make(
     if (model := huggingface_model(config)) is not None:
         _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
     report("comparing it in LitGPT with the checkpoint")
-    inputs = probe_of(windows, config.sliding_window_size)
+    inputs = probe_batch(windows, config.sliding_window_size)
     own = trainer_logits(config, shards, inputs)
     texts = Texts(tokenizer / "tokenizer.json", inputs)
     final: FinalManifest = opened_by_litgpt(target, own, texts, windows, spec, checkpoint)

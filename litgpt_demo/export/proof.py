@@ -46,7 +46,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 16, 96
 _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
-def probe_of(validation: TokenDataset, window: int | None) -> Tensor:
+def probe_batch(validation: TokenDataset, window: int | None) -> Tensor:
     """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it.
 
     Where attention has a sliding window, it is one sample that leaves the window behind, if the model's are so long.
@@ -88,11 +88,11 @@ def trainer_logits(config: Config, shards: Path, inputs: Tensor) -> Tensor:
     load_weights(shards, model.state_dict())
     logits = last_logits(model, model.lm_head, inputs)
     del model
-    _give_back()
+    _trim_malloc()
     return logits
 
 
-def _give_back() -> None:
+def _trim_malloc() -> None:
     """Return to the system what models took that are gone: the allocator would keep it next to the next model."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than glibc
@@ -175,7 +175,7 @@ def opened_by_litgpt(
     written = [*sampled(llm.model, ids, length=min(room, len(ids) + new), **how)]
     sample = str(llm.preprocessor.decode(torch.tensor(written)))
     del llm
-    _give_back()
+    _trim_malloc()
     return FinalManifest(
         run=spec.run,
         step=checkpoint.step,

@@ -17,7 +17,15 @@ import psutil
 
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import FailureClass, Preempted, RankFailure, fault_of_exception, root_cause
-from litgpt_demo.heartbeat import BEATS, NODE_DIRECTORY, Watcher, ask_for_stacks, is_held, read_beats, waits
+from litgpt_demo.heartbeat import (
+    BEATS,
+    NODE_DIRECTORY,
+    Watcher,
+    ask_for_stacks,
+    is_stopped,
+    read_beats,
+    waits_for_peers,
+)
 from litgpt_demo.node.evidence import RECORDER, Trace, gather, out_of_memory_kills, rank_folders, read_failures
 from litgpt_demo.node.network import NetworkUse
 from litgpt_demo.node.rendezvous import Node
@@ -131,15 +139,15 @@ def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> 
         now, beats = time.monotonic(), read_beats(node.own)
         wrong: RankFailure | None
         if silent := watcher.overdue(beats, paused=paused, now=now):
-            held = {beat for beat in silent if is_held(beat)}  # asked for its stacks, a stopped process goes on
+            held = {beat for beat in silent if is_stopped(beat)}  # asked for its stacks, a stopped process goes on
             ask_for_stacks(beats)
             # The likeliest cause is one that was held by the kernel, or whose stacks show no wait for the others.
-            waiting = {beat: beat not in held and waits(beat) for beat in silent}
+            waiting = {beat: beat not in held and waits_for_peers(beat) for beat in silent}
             beat = min(silent, key=waiting.__getitem__)
             peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not beat]
             message = (
                 f"Hung: rank {beat.rank} has given no sign of life for {time.monotonic() - beat.ticks:.0f} s, which "
-                f"may be {beat.allow:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
+                f"may be {beat.max_silence:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
                 + (f"; silent too: {', '.join(peers)}" if peers else "")
                 + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
             )

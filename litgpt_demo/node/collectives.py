@@ -176,7 +176,7 @@ def main(argv: Sequence[str]) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=2 * asked.seconds + 120))
     try:
-        with Heartbeat(allow=asked.seconds + 15.0) as heart:
+        with Heartbeat(max_silence=asked.seconds + 15.0) as heart:
             ranks = Ranks(seconds=asked.seconds, largest=asked.largest, heart=heart)
             heart.beat(1, "measuring the network")
             result = ranks.measure(floor=asked.floor, table=asked.table)

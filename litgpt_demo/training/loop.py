@@ -1,8 +1,8 @@
 """The training loop: LitGPT's model on Lightning Fabric, one process per device, started by torchrun.
 
-Everything that decides the outcome is a function of the spec and the step: the batch, the learning rate, the random
-state. Resuming needs the weights, the optimizer's state and one integer. On a CPU it ends in the same bits; a GPU adds
-sums by atomic operations, in a different order each time.
+The batch, the learning rate and the random state are functions of the spec and the step. Resuming needs only the
+weights, the optimizer's state and one integer. On a CPU the result has the same bits. A GPU adds by atomic operations,
+in a different order each time.
 """
 
 from __future__ import annotations
@@ -39,115 +39,131 @@ from litgpt_demo.storage.private import make_temporary
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reporting import Profiler, Reporter, warn
-from litgpt_demo.training.saving import Saved, Saver, resume
+from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import Saver, SaveResult
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
-from litgpt_demo.training.step import Exchange, StepResult, evaluate, train_step
+from litgpt_demo.training.step import MetricReducer, StepResult, evaluate, train_step
 
-_SPENT = 0  # no signal's number
-
-# A batch or two may be bad; a training that makes no update in so many steps has another trouble.
-_MOST_IN_A_ROW = 10
+_BUDGET_EXCEEDED = 0
+"""Stands among the numbers of received signals for the budget's end; no signal has it."""
+_MOST_SKIPS_IN_A_ROW = 10
+"""A batch or two may be bad. If this many steps in a row make no update, the data is not the cause."""
 
 
 def fit(training: Training, *, seconds: float | None = None) -> None:
     """Train from the newest checkpoint to the end.
 
-    After `seconds`, given to one rank at least, no money is left: all ranks save and leave, with a UserError, as for a
-    loss that is not finite. Preempted is raised where it was asked to leave, and has saved before its end.
+    `seconds` is the remaining budget of the attempt. Pass it to at least one rank: when it runs out, all ranks save and
+    raise a UserError. They also raise one for a loss that is not finite, and Preempted after a SIGTERM before the end.
     """
-    asked: list[int] = []
-    timer = Timer(seconds or 0.0, asked.append, [_SPENT])
-    timer.daemon = True
+    signals: list[int] = []
+    budget = Timer(seconds or 0.0, signals.append, [_BUDGET_EXCEEDED])
+    budget.daemon = True
     if seconds is not None:
-        timer.start()
-    # By SIGTERM a machine that is taken away says so; it ends no process before that has saved.
-    before = signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+        budget.start()
+    # A machine that is taken away sends SIGTERM first. The process saves before it ends.
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
-        training.heart.beat(0, "loading the checkpoint", allow=timeouts.STATE_TRANSFER)
-        resumed = resume(training, tell=warn)
+        training.heart.beat(0, "loading the checkpoint", max_silence=timeouts.STATE_TRANSFER)
+        resumed = resume(training, on_warning=warn)
         if not resumed and training.spec.origin is not None:
-            training.heart.beat(0, "loading the weights that it starts from", allow=timeouts.STATE_TRANSFER)
+            training.heart.beat(0, "loading the weights that it starts from", max_silence=timeouts.STATE_TRANSFER)
             start_from(training, training.spec.origin)
         report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
-            tell = partial(_report_save, report)
-            with Saver(training, tell=tell, before_commit=report.publish_rows) as saver:
-                loop = Loop(training, report, saver, profiler, asked)
+            on_result = partial(_report_save, report)
+            with Saver(training, on_result=on_result, before_commit=report.publish_rows) as saver:
+                loop = Loop(training, report, saver, profiler, signals)
                 loop.run(resumed)
-                training.heart.beat(loop.done, "saving", allow=timeouts.STATE_TRANSFER)
+                training.heart.beat(loop.done, "saving", max_silence=timeouts.STATE_TRANSFER)
         except Exception:
-            with suppress(TrainLitgptError):  # what ended the training is the error to tell
+            with suppress(TrainLitgptError):  # the error that ended the training is the one to report
                 report.close(step=resumed, ended_well=False)
             raise
-        preempted = loop.why_left == "preempted"
-        profiler.end(loop.done, keep=not preempted)  # who is asked to leave has little time
+        preempted = loop.stop_reason == "preempted"
+        profiler.end(loop.done, keep=not preempted)  # a preempted process has little time
         report.close(step=loop.done, ended_well=not preempted)
         if preempted:
-            # Who ends first has torchrun end the others, so all have to be through.
-            if training.ranks.together(lambda: _SPENT in asked, any):
+            # torchrun ends all ranks as soon as one has ended, so all must have come this far.
+            if training.ranks.gather_then_broadcast(lambda: _BUDGET_EXCEEDED in signals, any):
                 what = f"the budget is spent, and step {loop.done} is saved"
                 raise UserError(what, fix="raise start.max_usd and run again: the run goes on from it")
             raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
     finally:
-        timer.cancel()
+        budget.cancel()
         training.feed.close()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 class Loop:
     """The steps from a checkpoint to the end, the same on every rank."""
 
     def __init__(
-        self, training: Training, report: Reporter, saver: Saver, profiler: Profiler, asked_to_leave: Sequence[int]
+        self, training: Training, report: Reporter, saver: Saver, profiler: Profiler, signals: Sequence[int]
     ) -> None:
-        self._training, self._report, self._saver, self._asked = training, report, saver, asked_to_leave
-        self._profiler = profiler
-        self._exchange, self._in_a_row = Exchange(training.fabric), 0
+        self._training, self._report, self._saver, self._profiler = training, report, saver, profiler
+        self._signals = signals
+        self._reducer = MetricReducer(training.fabric)
+        self._skips_in_a_row = 0
         self.done = 0
-        self.why_left: str | None = None
-        """Why it ended before the last step, if it did."""
+        self.stop_reason: str | None = None
+        """The reason why it ended before the last step, if it did."""
 
     def run(self, first: int) -> None:
-        """Train until the last step is saved, or there is a reason to leave and the step then done is."""
-        training, report, spec, train = self._training, self._report, self._training.spec, self._training.spec.train
-        profiler = self._profiler
-        clock, most = training.clock, math.inf if train.max_time is None else train.max_time.total_seconds()
-        self.done, allow = first, max(timeouts.FIRST_PASS, train.hang_after)
+        """Train until the last step is saved, or until the step at which there was a reason to stop is saved."""
+        training, spec, train = self._training, self._training.spec, self._training.spec.train
+        timer, limit = training.timer, math.inf
+        if train.max_time is not None:
+            limit = train.max_time.total_seconds()
+        self.done = first
         self._evaluate_resumed()
-        if clock.before >= most:
+        if timer.previous >= limit:
             return
         training.model.train()
+        max_silence = max(timeouts.FIRST_PASS, train.hang_after)
         for step in range(first, spec.steps):
-            if step == profiler.next:
-                profiler.turn(step)
-            training.heart.beat(self.done, "training", allow=allow)
-            passed, late = train_step(training, step), clock.seconds >= most
-            self._exchange.put(step + 1, passed, leave=bool(self._asked), time_up=late)
-            self.done, last, allow = step + 1, step + 1 == spec.steps, train.hang_after
-            evaluates, saves = self._evaluates, self.done % train.checkpoint_every == 0
-            # What is saved is known to be numbers: others would be resumed from forever. So the newest step is waited
-            # for too, and where one says to leave.
-            why: str | None = None
-            while (result := self._exchange.take(keep=0 if evaluates or saves or why else 1)) is not None:
-                self._hear(result)
-                why = result.why or why
-            # A process that is asked to leave has little time: the next attempt evaluates.
-            if why is not None and not last:
-                self.why_left, evaluates = why, why == "max_time"
-            validation_loss = self._evaluate() if evaluates else None
-            if saves or last or self.why_left:
-                training.heart.beat(self.done, "saving", allow=timeouts.STATE_TRANSFER)
-                if self.why_left == "max_time":  # by another rank's clock, a moment ahead of this one
-                    clock.before += max(0.0, most - clock.seconds)
-                report.pause(self._saver.save(self.done, validation_loss))
-            if self.why_left:
-                report.row(kind="leave", step=self.done, why=self.why_left)
+            if step == self._profiler.next:
+                self._profiler.turn(step)
+            training.heart.beat(self.done, "training", max_silence=max_silence)
+            max_silence = train.hang_after
+            stats = train_step(training, step)
+            time_up = timer.seconds >= limit
+            self._reducer.submit(step + 1, stats, leave=bool(self._signals), time_up=time_up)
+            self.done = step + 1
+            is_last, should_evaluate = self.done == spec.steps, self._is_evaluation_step
+            should_save = self.done % train.checkpoint_every == 0
+            stop_reason = self._collect(wait=should_evaluate or should_save)
+            if stop_reason is not None and not is_last:
+                self.stop_reason = stop_reason
+                # A preempted process has little time: the next attempt evaluates.
+                should_evaluate = stop_reason == "max_time"
+            validation_loss = self._evaluate() if should_evaluate else None
+            if should_save or is_last or self.stop_reason:
+                training.heart.beat(self.done, "saving", max_silence=timeouts.STATE_TRANSFER)
+                if self.stop_reason == "max_time":  # by another rank's clock, a moment ahead of this one
+                    timer.previous += max(0.0, limit - timer.seconds)
+                self._report.pause(self._saver.save(self.done, validation_loss))
+            if self.stop_reason:
+                self._report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
 
+    def _collect(self, *, wait: bool) -> str | None:
+        """Handle the steps whose sums have arrived, and return the reason to stop, if there is one.
+
+        With `wait`, or a reason to stop, the newest step is waited for too. What is saved is then known to be finite: a
+        state that is not would be resumed from forever.
+        """
+        in_flight, stop_reason = 0 if wait else 1, None
+        while (result := self._reducer.collect(max_in_flight=in_flight)) is not None:
+            self._handle_step(result)
+            if result.stop_reason is not None:
+                in_flight, stop_reason = 0, result.stop_reason
+        return stop_reason
+
     @property
-    def _evaluates(self) -> bool:
-        """True if the step then done is one to be evaluated."""
+    def _is_evaluation_step(self) -> bool:
+        """True if the weights are to be evaluated after the step then done."""
         spec = self._training.spec
         return self.done % spec.train.evaluate_every == 0 or self.done == spec.steps
 
@@ -157,19 +173,20 @@ class Loop:
         validation_loss, by_source = evaluate(self._training, done=self.done)
         if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
             raise UserError(f"the validation loss of step {self.done} is {validation_loss}. {self._advice()}")
-        self._report.pause(seconds := monotonic() - began)
+        seconds = monotonic() - began
+        self._report.pause(seconds)
         figures = {"validation_loss": validation_loss, "perplexity": perplexity(validation_loss)}
         figures |= {f"validation_loss.{source}": loss for source, loss in by_source.items()}
         self._report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
         return validation_loss
 
     def _evaluate_resumed(self) -> None:
-        """Evaluate the step resumed from where the attempt that saved it had no time, and complete its checkpoint."""
+        """Evaluate the step resumed from if the attempt that saved it had no time, and complete its checkpoint."""
         ranks, run, train = self._training.ranks, self._training.run, self._training.spec.train
-        if self.done == 0 or not self._evaluates:
+        if self.done == 0 or not self._is_evaluation_step:
             return
-        place = run.within(checkpoints.folder_of(self.done))
-        manifest = ranks.first(lambda: read_manifest(place, CheckpointManifest))
+        folder = run.within(checkpoints.folder_of(self.done))
+        manifest = ranks.run_on_rank_zero(lambda: read_manifest(folder, CheckpointManifest))
         if manifest is None or manifest.validation_loss is not None:
             return
         evaluated = {"validation_loss": self._evaluate(), "evaluation_windows": train.evaluation_windows}
@@ -177,38 +194,48 @@ class Loop:
         def complete() -> None:
             self._report.publish_rows()  # once the manifest has the loss, no attempt would write the row again
             checkpoints.commit(run, manifest.model_copy(update=evaluated))
-            checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
+            checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
 
-        ranks.first(complete)
+        ranks.run_on_rank_zero(complete)
 
-    def _hear(self, result: StepResult) -> None:
-        """Report a step; one that made no update is the end if it is to stop there, or is the last of too many."""
-        training, spec = self._training, self._training.spec
-        values = {"loss": result.loss}
-        if training.scaler is None:  # it leaves out an update whose gradients overflowed
-            values["gradient norm"] = result.grad_norm
-        wrong = [f"the {name} of step {result.done} is {one}" for name, one in values.items() if not math.isfinite(one)]
-        if not wrong:
-            self._in_a_row = 0
+    def _handle_step(self, result: StepResult) -> None:
+        """Report a step. If it made no update, stop or skip it, as the settings say."""
+        problem = self._problem_of(result)
+        if problem is None:
+            self._skips_in_a_row = 0
             self._report.step(result)
             return
-        self._in_a_row += 1
+        self._skips_in_a_row += 1
+        training, spec = self._training, self._training.spec
 
         def suspects(finite: list[bool]) -> list[int]:
-            """The samples of the ranks whose own loss is not finite; of all ranks, where it is the gradient alone."""
-            numbers, world = sample_ids_for_step(spec, training.data.train, result.done - 1), len(finite)
-            shares = [rank_slice(numbers, rank=rank, world_size=world) for rank in range(world) if not finite[rank]]
-            return [int(number) for share in shares or [numbers] for number in share]
+            """Return the samples of the ranks whose own loss is not finite; all, if only the gradient is not."""
+            numbers, world_size = sample_ids_for_step(spec, training.data.train, result.done - 1), len(finite)
+            bad_ranks = [rank for rank in range(world_size) if not finite[rank]]
+            shares = [rank_slice(numbers, rank=rank, world_size=world_size) for rank in bad_ranks] or [numbers]
+            return [int(number) for share in shares for number in share]
 
-        windows = training.ranks.together(lambda: math.isfinite(float(result.own.loss)), suspects)
-        listed = ", ".join(map(str, windows[:64])) + (", …" if len(windows) > 64 else "")
+        windows = training.ranks.gather_then_broadcast(lambda: math.isfinite(float(result.local.loss)), suspects)
+        listed = ", ".join(map(str, windows[:64]))
+        if len(windows) > 64:
+            listed += ", …"
         look = f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`"
-        told = f"{wrong[0]}; its samples are the windows {listed} of the training split; {look}. {self._advice()}"
+        message = f"{problem}; its samples are the windows {listed} of the training split; {look}. {self._advice()}"
         if spec.train.on_not_finite == "stop":
-            raise UserError(f"{told}, and train.on_not_finite=skip leaves out the update of such a step")
-        if self._in_a_row == _MOST_IN_A_ROW:
-            raise UserError(f"{told}. It is step {_MOST_IN_A_ROW} in a row without an update, so it is not the data")
-        self._report.row(kind="skip", step=result.done, why=wrong[0], windows=windows)
+            raise UserError(f"{message}, and train.on_not_finite=skip leaves out the update of such a step")
+        if self._skips_in_a_row == _MOST_SKIPS_IN_A_ROW:
+            many = f"It is step {_MOST_SKIPS_IN_A_ROW} in a row without an update, so it is not the data"
+            raise UserError(f"{message}. {many}")
+        self._report.row(kind="skip", step=result.done, why=problem, windows=windows)
+
+    def _problem_of(self, result: StepResult) -> str | None:
+        """Return which figure of a step is not finite; None if all are."""
+        if not math.isfinite(result.loss):
+            return f"the loss of step {result.done} is {result.loss}"
+        # A scaler leaves out an update whose gradients overflowed.
+        if self._training.scaler is None and not math.isfinite(result.grad_norm):
+            return f"the gradient norm of step {result.done} is {result.grad_norm}"
+        return None
 
     def _advice(self) -> str:
         train = self._training.spec.train
@@ -217,11 +244,12 @@ class Loop:
 
 
 def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str | None:
-    """Return the advice where a job that is asked to leave needs more seconds than its platform grants, else None.
+    """Return advice if a preempted job needs more seconds than its platform grants, else None.
 
-    On a GPU the step that runs and the one launched behind it come to their end before the save begins.
+    On a GPU the running step and the one launched behind it end before the save begins.
     """
-    grace, needed = environ.get(GRACE), save + 2 * step
+    grace = environ.get(GRACE)
+    needed = save + 2 * step
     if grace is None or needed <= float(grace):
         return None
     return (
@@ -232,10 +260,11 @@ def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str |
     )
 
 
-def _report_save(report: Reporter, saved: Saved) -> None:
-    for text in filter(None, (saved.warning, grace_warning(saved.seconds, report.step_seconds, os.environ))):
-        warn(text)
-    if saved.failed is None:
+def _report_save(report: Reporter, saved: SaveResult) -> None:
+    for text in (saved.warning, grace_warning(saved.seconds, report.step_seconds, os.environ)):
+        if text is not None:
+            warn(text)
+    if saved.error is None:
         report.row(
             kind="checkpoint",
             step=saved.step,
@@ -253,13 +282,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`-m litgpt_demo train --run ADDRESS`, in every rank."""
     parser = argparse.ArgumentParser(prog="litgpt_demo train", description=__doc__)
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
-    parser.add_argument("--attempt", type=int, help="the attempt whose config.json is read; that of the run without")
-    parser.add_argument("--seconds", type=float, help="from the attempt's beginning until it has to save and leave")
+    parser.add_argument("--attempt", type=int, help="read the config.json of this attempt; default: that of the run")
+    parser.add_argument("--seconds", type=float, help="save and stop so long after the attempt's beginning")
     args = parser.parse_args(argv)
     run = open_storage(args.run)
-    spec = read_spec(run if args.attempt is None else run.within(f"{ATTEMPTS}/{args.attempt}"))
-    with Heartbeat(allow=spec.train.hang_after) as heart:
-        heart.beat(0, "meeting the other ranks", allow=timeouts.STATE_TRANSFER)
+    if args.attempt is None:
+        spec = read_spec(run)
+    else:
+        spec = read_spec(run.within(f"{ATTEMPTS}/{args.attempt}"))
+    with Heartbeat(max_silence=spec.train.hang_after) as heart:
+        heart.beat(0, "meeting the other ranks", max_silence=timeouts.STATE_TRANSFER)
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:
             what = f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}"
@@ -267,15 +299,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         scratch = scratch_of(run, fabric.global_rank)
         try:
             staged = os.environ.get("LITGPT_DATASET")
-            heart.beat(0, "loading data and model", allow=timeouts.STATE_TRANSFER)
+            heart.beat(0, "loading data and model", max_silence=timeouts.STATE_TRANSFER)
             folder = Path(staged) if staged else stage(spec.dataset, scratch)
             training = replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart)
             config, nodes = training.model.module.config, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
             heart.sends = estimates.network_bytes_per_step(
                 config, spec.train, world_size=fabric.world_size, nodes=nodes
             )
-            limited = args.seconds is not None and fabric.is_global_zero
-            fit(training, seconds=seconds_left(run, args.seconds) if limited else None)
+            if args.seconds is not None and fabric.is_global_zero:
+                fit(training, seconds=seconds_left(run, args.seconds))
+            else:
+                fit(training)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             with suppress(OSError):  # the folders of other ranks are in it
@@ -286,19 +320,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def seconds_left(run: Storage, seconds: float) -> float:
-    """Return what is left of an attempt's seconds; where its platform has started it again, since its first life."""
-    if (times := NodeTimer.from_environ()) is None:
+    """Return the remaining seconds of an attempt, counted from its first start if its platform has restarted it."""
+    times = NodeTimer.from_environ()
+    if times is None:
         return seconds
-    lives = [row["node_started"] for row in read_metrics(run) if row.get("attempt") == times.attempt]
-    return min(seconds + min(lives, default=times.started) - time(), TIMEOUT_MAX)
+    starts = [row["node_started"] for row in read_metrics(run) if row.get("attempt") == times.attempt]
+    return min(seconds + min(starts, default=times.started) - time(), TIMEOUT_MAX)
 
 
 def scratch_of(run: Storage, rank: int) -> Path:
-    """An empty folder for this rank's unfinished files, freed of what a killed attempt left in it.
+    """Empty and return the folder for this rank's unfinished files.
 
-    On the run's own file system where it has one, so that finished shards move instead of being copied.
+    It is on the run's own file system if that is local, so that finished shards are moved instead of copied.
     """
-    # Several buckets may have this run.
+    # The same run may exist in several buckets.
     parent = run.local_path(".scratch") or make_temporary(f"{run.root.rpartition('/')[2]}-{content_hash(run.root)}")
     folder = parent / f"rank-{rank}"
     shutil.rmtree(folder, ignore_errors=True)

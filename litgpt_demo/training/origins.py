@@ -125,7 +125,7 @@ def _fetched(origin: InitialWeights) -> InitialWeights:
 def _of_run(place: Storage, name: str) -> InitialWeights | None:
     """The checkpoint at `place`, or the last one of the run there, which has to have come to its end."""
     if not place.exists(checkpoints.INDEX):
-        if not (there := checkpoints.committed(place)):
+        if not (there := checkpoints.list_complete(place)):
             return None
         if not checkpoints.reached_end(there[0], spec := read_spec(place)):
             steps = ", ".join(f"{name.rstrip('/')}/{checkpoints.folder_of(one.step)}" for one in there)

@@ -1,4 +1,4 @@
-"""Collective actions of ranks: everyone a share, rank 0 the whole of it, and the error of one is everyone's."""
+"""Collective calls: each rank runs a function, rank 0 combines the results, and an error of one is raised on all."""
 
 from __future__ import annotations
 
@@ -20,62 +20,70 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks of a training, this process being one of them."""
+    """The ranks of a training. This process is one of them."""
 
-    number: int
-    world: int
+    rank: int
+    world_size: int
     group: Any = None
-    """The process group over which they speak, where they are several."""
+    """Their process group, if there are several."""
 
     @classmethod
     def of(cls, fabric: Fabric) -> Ranks:
-        """All ranks, over a new group of their own, so that another thread can speak while training does.
+        """Return all ranks, with a new group of their own: another thread can use it while training uses Fabric's.
 
-        Every rank has to ask. The group is in host memory, and waits for longer than a training's would.
+        Every rank must call this. The group is in host memory, and waits for longer than a training's would.
         """
-        group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeouts.STATE_TRANSFER))
-            if fabric.world_size > 1
-            else None
-        )
-        return cls(number=fabric.global_rank, world=fabric.world_size, group=group)
+        group = None
+        if fabric.world_size > 1:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeouts.STATE_TRANSFER))
+        return cls(rank=fabric.global_rank, world_size=fabric.world_size, group=group)
 
-    def deal(self, action: Callable[[], T], whole: Callable[[list[T]], Sequence[R]]) -> R:
-        """`action` on every rank; rank 0 makes of all results, in the order of ranks, one for each rank to return.
+    def gather_then_scatter(self, action: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+        """Run `action` on every rank. Rank 0 makes of all results, in the order of ranks, a return value for each rank.
 
-        Nobody returns before everybody has acted. An exception of one rank is raised on all of them.
+        No rank returns before all have acted. An exception of one rank is raised on all of them.
         """
-        mine = _outcome(action)
-        results: list[Any] = [mine]
-        if self.world > 1:
-            results = [None] * self.world
-            dist.gather_object(mine, results if self.number == 0 else None, dst=0, group=self.group)
-        dealt: list[Any] = [None] * self.world
-        if self.number == 0:
-            failed = next((one for one in results if isinstance(one, Exception)), None)
-            made: Any = _outcome(lambda: whole(results)) if failed is None else failed
-            dealt = [made] * self.world if isinstance(made, Exception) else list(made)
-        received = dealt[:1]
-        if self.world > 1:
-            dist.scatter_object_list(received, dealt if self.number == 0 else None, src=0, group=self.group)
-        if isinstance(received[0], Exception):
-            raise received[0]
-        return received[0]  # type: ignore[no-any-return]
+        outcomes: list[Any] = []
+        results = self._gather(_result_or_exception(action))
+        if self.rank == 0:
+            errors = [result for result in results if isinstance(result, Exception)]
+            combined: Any = errors[0] if errors else _result_or_exception(lambda: combine(results))
+            outcomes = [combined] * self.world_size if isinstance(combined, Exception) else list(combined)
+        outcome = self._scatter(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
 
-    def together(self, action: Callable[[], T], whole: Callable[[list[T]], R]) -> R:
-        """The same, where every rank returns the same."""
-        return self.deal(action, lambda results: [whole(results)] * self.world)
+    def gather_then_broadcast(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Do the same, and return on every rank what `combine` returns on rank 0."""
+        return self.gather_then_scatter(action, lambda results: [combine(results)] * self.world_size)
 
-    def first(self, action: Callable[[], R]) -> R:
+    def run_on_rank_zero(self, action: Callable[[], R]) -> R:
         """Return on every rank what `action` returns on rank 0."""
-        return self.together(lambda: None, lambda _: action())
+        return self.gather_then_broadcast(lambda: None, lambda _: action())
+
+    def _gather(self, result: object) -> list[Any]:
+        """Return on rank 0 the results of all ranks."""
+        if self.world_size == 1:
+            return [result]
+        results = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(result, results, dst=0, group=self.group)
+        return results or []
+
+    def _scatter(self, outcomes: list[Any]) -> Any:
+        """Return this rank's item of what rank 0 has."""
+        if self.world_size == 1:
+            return outcomes[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, outcomes or None, src=0, group=self.group)
+        return received[0]
 
 
 def thread_of(device: torch.device, name: str) -> ThreadPoolExecutor:
     """Return a thread that works on this device.
 
-    A thread's own device is GPU 0, whatever the process uses. What it does on another makes a context there all the
-    same, in which every rank of a node would hold some of GPU 0's memory.
+    A thread's own device is GPU 0, whatever the process uses. If it uses another one, it makes a context on GPU 0 all
+    the same, and every rank of a node would hold some of GPU 0's memory.
     """
 
     def take_device() -> None:
@@ -85,8 +93,8 @@ def thread_of(device: torch.device, name: str) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, name, initializer=take_device)
 
 
-def _outcome(action: Callable[[], T]) -> T | Exception:
+def _result_or_exception(action: Callable[[], T]) -> T | Exception:
     try:
         return action()
-    except Exception as error:  # whatever it is, the peers wait for an answer, and `deal` raises it on all of them
+    except Exception as error:  # the peers wait for an answer, and the error is raised on all of them
         return error

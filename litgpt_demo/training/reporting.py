@@ -75,7 +75,7 @@ class Reporter:
             except Exception as error:  # a service that does not answer, a key that it does not know
                 warn(f"{kind.__name__} is told no metrics: {one_line(error)}")
         length, device = spec.model.sequence_length, fabric.device
-        self._peak, self._flops = Peak(device, train), estimates.flops_per_token(config, length)
+        self._peak, self._flops = PeakFlops(device, train), estimates.flops_per_token(config, length)
         world, nodes = fabric.world_size, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         estimate = estimates.memory(config, train, length=length, world_size=world, nodes=nodes, device=device.type)
         self.row(
@@ -116,7 +116,7 @@ class Reporter:
     def step(self, result: StepResult) -> None:
         """A step is finished; throughput is over those since the last row of one, of the whole job."""
         spec, train, ended = self._training.spec, self._training.spec.train, result.ended
-        self._waited += result.own.waited
+        self._waited += result.local.data_wait
         self._losses = list(map(add, self._losses, result.by_source)) if self._losses else result.by_source
         if self._first is None:  # of this process, which compiles
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
@@ -139,7 +139,7 @@ class Reporter:
             step_seconds=round(self.step_seconds, 4),
             data_seconds=round(self._waited, 4),
             **self._first,
-            memory=held_bytes(self._training.fabric.device),
+            memory=peak_memory_bytes(self._training.fabric.device),
             **({} if share is None else {"mfu": float(f"{share:.4g}")}),
         )
         self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
@@ -267,11 +267,11 @@ class Wandb:
         if settings.secret and not key:
             what = f"train.wandb.secret={settings.secret} names a variable that is not in this node's environment"
             raise UserError(what, fix="set it where the run is submitted, or leave the secret empty to stay offline")
-        forget(files, key)
+        scrub_api_key(files, key)
         import wandb
 
         with ExitStack() as ends:
-            ends.callback(forget, files, key)
+            ends.callback(scrub_api_key, files, key)
             ends.callback(wandb.teardown)  # which waits until their program has written its last line
             self._run = wandb.init(
                 project=settings.project,
@@ -307,7 +307,7 @@ def _scalars(row: Row) -> dict[str, float]:
     return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items() if row["kind"] in _PLOTTED}
 
 
-def forget(folder: Path, key: str | None) -> None:
+def scrub_api_key(folder: Path, key: str | None) -> None:
     """Take a key out of the text files below a folder, which nobody may be writing to; other bytes stay as they are."""
     if key is None:
         return
@@ -363,7 +363,7 @@ class Profiler:
         if recorded is None:
             return
         run, scratch, fabric = self._training.run, self._training.scratch, self._training.fabric
-        self._training.heart.beat(done, "writing the profile", allow=timeouts.FIRST_PASS)
+        self._training.heart.beat(done, "writing the profile", max_silence=timeouts.FIRST_PASS)
         name = f"steps-{self._first + 1}-{done}-rank-{fabric.global_rank}"
         try:
             recorded.stop()
@@ -388,7 +388,7 @@ _SIDES = (256, 384, 512, 768, 1024)
 _LONG_ENOUGH = 0.3  # seconds of products
 
 
-class Peak:
+class PeakFlops:
     """The most FLOP/s that this process could do in the products of this training.
 
     A GPU's is in our table. A CPU's is measured, in the threads that this process has, for its clock and its neighbours
@@ -439,7 +439,7 @@ def device_name(device: torch.device) -> str:
     return _said("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
-def held_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """The most that was held at once so far: tensors on a GPU, as its allocator counts them; this process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

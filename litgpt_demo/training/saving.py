@@ -1,22 +1,21 @@
-"""Saving in the background of a training, and going on from what was saved.
+"""Saving in the background of a training.
 
-A save blocks the training only while it collects references. A thread copies what they refer to, which the next
-step only reads until its optimizer changes it; so that waits for the copy. The thread then writes the copy, moves it to
-the run, and commits it together with those of the other ranks.
+A save blocks the training only while it collects references. A background thread copies the tensors to host memory.
+The next step may run forward and backward meanwhile; only its optimizer update waits until the copy is complete. The
+thread then writes the copy, moves it to the run, and commits it together with those of the other ranks.
 
-Built of torch.distributed.checkpoint's planner and writer. Its own `async_save` copies all that a rank has, under DDP
-the whole state on every rank; here a rank copies what it writes, into memory that every save uses again.
+It is built of torch.distributed.checkpoint's planner and writer. Its own `async_save` copies all that a rank has, with
+DDP the whole state on every rank. Here a rank copies what it writes, into memory that every save uses again.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -36,25 +35,16 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from litgpt_demo.documents import FileRecord, at_rest, fetch_verified, misread
-from litgpt_demo.errors import DataError, NetworkError, NodeError, TrainLitgptError
-from litgpt_demo.storage import Storage
+from litgpt_demo.documents import FileRecord
+from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.checkpoint_reader import (
-    OPTIMIZER,
-    WEIGHTS,
-    State,
-    files_of_state,
-    load_checkpoint,
-    training_state,
-)
-from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
+from litgpt_demo.training.checkpoint_reader import OPTIMIZER, WEIGHTS, State, training_state
+from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks, thread_of
 from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.setup import Training
 
-T = TypeVar("T")
 Written: TypeAlias = list[WriteResult]
 
 _ALIGNED = 64  # bytes to which torch's own allocator aligns tensors
@@ -64,7 +54,7 @@ _AROUND_A_TENSOR = 2048
 
 
 @dataclass(kw_only=True)
-class Saved:
+class SaveResult:
     """The result of a save."""
 
     step: int
@@ -76,10 +66,19 @@ class Saved:
     """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
     """Bytes of all its files."""
-    failed: TrainLitgptError | None = None
+    error: TrainLitgptError | None = None
     """The reason why there is no such checkpoint."""
     warning: str | None = None
-    """The advice to a person, if any: there is none, or older ones that are no longer kept could not be removed."""
+    """Advice to a person: there is no such checkpoint, or older ones could not be pruned."""
+
+
+class _PendingSave(NamedTuple):
+    """A save that has begun."""
+
+    result: SaveResult
+    staged: Event
+    """Set when the copy is complete: the state may change again."""
+    work: Future[None]
 
 
 class Saver:
@@ -89,134 +88,161 @@ class Saver:
     """
 
     def __init__(
-        self, training: Training, *, tell: Callable[[Saved], object], before_commit: Callable[[], object] = bool
+        self,
+        training: Training,
+        *,
+        on_result: Callable[[SaveResult], object],
+        before_commit: Callable[[], object] = lambda: None,
     ) -> None:
-        """`tell` hears on rank 0 what became of each save, in the thread of the training, at the next step or later.
-        `before_commit` stores on rank 0, in the thread of the save, what a checkpoint must not be committed without."""
-        self._training, self._tell, self._before_commit = training, tell, before_commit
+        """Start the thread of the saves.
+
+        `on_result` gets the result of each save on rank 0, in the thread of the training, at the next step or later.
+        `before_commit` is called on rank 0, in the thread of the save: it stores what has to precede a checkpoint.
+        """
+        self._training, self._on_result, self._before_commit = training, on_result, before_commit
         self._ranks = Ranks.of(training.fabric)
-        self._shards = Shards(self._ranks, training.fabric.device)
+        self._shards = ShardWriter(self._ranks, training.fabric.device)
         self._thread = thread_of(training.fabric.device, "checkpoint")
-        self._pending: tuple[Saved, Event, Future[None]] | None = None
-        """The save that has begun, its event that the state may change again, and the thread's work for it."""
-        self._last: Saved | None = None
+        self._pending: _PendingSave | None = None
+        self._last: SaveResult | None = None
         self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def save(self, step: int, validation_loss: float | None) -> float:
-        """Begin to save the state after `step` steps, when the save before has ended; `validation_loss` is this step's.
+        """Begin to save the state after `step` steps, as soon as the save before has ended. Return the seconds taken.
 
-        Returns the seconds that it took; the next step may wait some more before it changes the state: `tell` hears.
+        The next update may wait some more before it changes the state: `on_result` gets the sum of both.
         """
         began = monotonic()
         self._finalize()
-        training, device, seconds = self._training, self._training.fabric.device, self._training.clock.seconds
+        training, device = self._training, self._training.fabric.device
         precision = training.fabric.strategy.precision.state_dict()
         state = training_state(training.model.module, training.optimizer.optimizer, precision)
-        # Up to here the device has to have come before the state may be read.
-        moment = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        saved, copied = Saved(step=step, taken=began), Event()
-        work = self._thread.submit(self._commit, saved, copied, state, moment, validation_loss, seconds)
-        saved.stall = monotonic() - began
-        self._pending = saved, copied, work
-        return saved.stall
+        ready_event = None
+        if device.type == "cuda":  # the device must have come this far before the state may be read
+            ready_event = torch.cuda.current_stream(device).record_event()
+        result, staged = SaveResult(step=step, taken=began), Event()
+        seconds = training.timer.seconds
+        work = self._thread.submit(self._save, result, staged, state, ready_event, validation_loss, seconds)
+        result.stall = monotonic() - began
+        self._pending = _PendingSave(result, staged, work)
+        return result.stall
 
-    def _commit(
-        self, saved: Saved, copied: Event, state: State, moment: Any, validation_loss: float | None, seconds: float
+    def _save(
+        self,
+        result: SaveResult,
+        staged: Event,
+        state: State,
+        ready_event: Any,
+        validation_loss: float | None,
+        seconds: float,
     ) -> None:
-        """Make the checkpoint, in the thread, on all ranks; an error of one is raised on all, and nothing is left."""
-        began, shards, ranks, step = monotonic(), self._shards, self._ranks, saved.step
-        run, spec, folder = self._training.run, self._training.spec, self._training.scratch / f"step-{step}"
-        train, place = spec.train, checkpoints.folder_of(step)
+        """Make the checkpoint, in the thread, on all ranks. An error of one is raised on all, and nothing remains."""
+        began, ranks, run, step = monotonic(), self._ranks, self._training.run, result.step
+        folder = self._training.scratch / f"step-{step}"
 
         def write() -> Written:
             try:
-                shards.copy(state, moment)
+                self._shards.stage_to_host(state, ready_event)
             finally:
-                copied.set()
-            return shards.write(folder)
+                staged.set()
+            return self._shards.write(folder)
 
-        def index(written: list[Written]) -> None:
-            run.remove(place)  # before anything is published: a save that was cut short may have left files
-            shards.write_index(folder, written)
-
-        def commit(records: list[list[FileRecord]]) -> int:
-            own = {(key, train.seed) for key in self._training.data.manifest.sample_keys}
-            earlier = spec.origin.trained_on if spec.origin else ()
-            manifest = CheckpointManifest(
-                format=checkpoints.FORMAT,
-                run=spec.run,
-                step=step,
-                tokens=step * train.global_batch * spec.model.sequence_length,
-                dataset_key=spec.dataset_key,
-                trained_on=tuple(sorted({*own, *earlier})),
-                config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},
-                validation_loss=validation_loss,
-                evaluation_windows=None if validation_loss is None else train.evaluation_windows,
-                seconds=seconds,
-                world_size=spec.world_size,
-                versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},
-                # By name, so that resuming deals each rank as many bytes to compare.
-                files=tuple(sorted((record for each in records for record in each), key=lambda record: record.path)),
-            )
-            self._before_commit()
-            checkpoints.commit(run, manifest)
-            return manifest.size
+        def write_index(written: list[Written]) -> None:
+            # Before anything is published: a save that was cut short may have left files.
+            run.remove(checkpoints.folder_of(step))
+            self._shards.write_index(folder, written)
 
         try:
-            shards.agree(state)
-            ranks.together(write, index)
-            mine = sorted(folder.iterdir())
-            names = [path.name for path in mine]
-            saved.size = ranks.together(lambda: checkpoints.publish(mine, run, step), commit)
-            ranks.together(lambda: checkpoints.verify(run, step, names), lambda _: None)
+            self._shards.plan(state)
+            ranks.gather_then_broadcast(write, write_index)
+            paths = sorted(folder.iterdir())
+            names = [path.name for path in paths]
+            commit = partial(self._commit, step, validation_loss, seconds)
+            result.size = ranks.gather_then_broadcast(lambda: checkpoints.upload_files(paths, run, step), commit)
+            ranks.gather_then_broadcast(lambda: checkpoints.verify(run, step, names), lambda _: None)
         except Exception:
-            if ranks.number == 0:  # nobody works on it any more
-                with suppress(TrainLitgptError):  # the error that led here is the one to tell; no manifest, no belief
-                    run.remove(place)
+            if ranks.rank == 0:  # no rank works on it any more
+                with suppress(TrainLitgptError):  # the first error is the one to report; no manifest, no checkpoint
+                    run.remove(checkpoints.folder_of(step))
             raise
         finally:
-            copied.set()
+            staged.set()
             shutil.rmtree(folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
-        if ranks.number == 0:
-            try:
-                checkpoints.retire(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
-            except TrainLitgptError as error:  # the checkpoint is there all the same
-                saved.warning = (
-                    f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
-                    f"be removed: {error}. The next save tries again"
-                )
-        saved.seconds = monotonic() - began
+        if ranks.rank == 0:
+            result.warning = self._prune(step)
+        result.seconds = monotonic() - began
+
+    def _commit(
+        self, step: int, validation_loss: float | None, seconds: float, records: Sequence[Sequence[FileRecord]]
+    ) -> int:
+        """Write the manifest of the files of all ranks; return their bytes."""
+        spec, train = self._training.spec, self._training.spec.train
+        own = {(key, train.seed) for key in self._training.data.manifest.sample_keys}
+        earlier = spec.origin.trained_on if spec.origin else ()
+        manifest = CheckpointManifest(
+            format=checkpoints.FORMAT,
+            run=spec.run,
+            step=step,
+            tokens=step * train.global_batch * spec.model.sequence_length,
+            dataset_key=spec.dataset_key,
+            trained_on=tuple(sorted({*own, *earlier})),
+            config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},
+            validation_loss=validation_loss,
+            evaluation_windows=None if validation_loss is None else train.evaluation_windows,
+            seconds=seconds,
+            world_size=spec.world_size,
+            versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},
+            # By name, so that in a resume each rank verifies as many bytes.
+            files=tuple(sorted((record for part in records for record in part), key=lambda record: record.path)),
+        )
+        self._before_commit()
+        checkpoints.commit(self._training.run, manifest)
+        return manifest.size
+
+    def _prune(self, step: int) -> str | None:
+        """Remove the checkpoints that are not to be kept; return a warning if that fails."""
+        run, train = self._training.run, self._training.spec.train
+        try:
+            checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
+        except TrainLitgptError as error:  # the new checkpoint exists all the same
+            return (
+                f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
+                f"be removed: {error}. The next save tries again"
+            )
+        return None
 
     def finish(self) -> None:
-        """Wait for the save in flight, if there is one, and raise what the last one failed of."""
+        """Wait for the save in flight, if there is one, and raise the error of the last one."""
         self._finalize()
-        if self._last is not None and self._last.failed is not None:
-            raise self._last.failed
+        if self._last is not None and self._last.error is not None:
+            raise self._last.error
 
     def _before_update(self) -> None:
         if self._pending is None:
             return
-        began, (saved, copied, work) = monotonic(), self._pending
-        copied.wait()
-        saved.stall += monotonic() - began
-        if work.done():
+        began = monotonic()
+        self._pending.staged.wait()
+        self._pending.result.stall += monotonic() - began
+        if self._pending.work.done():
             self._finalize()
 
     def _finalize(self) -> None:
         if self._pending is None:
             return
-        (self._last, _, work), self._pending = self._pending, None
+        result, _, work = self._pending
+        self._pending, self._last = None, result
         try:
             work.result()
         except TrainLitgptError as error:
-            self._last.failed, place = error, self._training.run.address("checkpoints")
-            self._last.warning = (
-                f"the checkpoint of step {self._last.step} was not saved: {error}. Training goes on and the next save "
-                f"tries again. Where room is short: older checkpoints are in {place}, and smaller train.keep_last and "
-                "train.keep_best keep fewer"
+            result.error = error
+            result.warning = (
+                f"the checkpoint of step {result.step} was not saved: {error}. Training goes on and the next save "
+                f"tries again. Where room is short: older checkpoints are in "
+                f"{self._training.run.address('checkpoints')}, and smaller train.keep_last and train.keep_best keep "
+                "fewer"
             )
-        if self._ranks.number == 0:
-            self._tell(self._last)
+        if self._ranks.rank == 0:
+            self._on_result(result)
 
     def __enter__(self) -> Saver:
         return self
@@ -227,7 +253,8 @@ class Saver:
             if error is None:
                 self.finish()
             else:
-                with suppress(Exception):  # what ended the training is the error to tell, and may be why this fails too
+                # The error that ended the training is the one to report, and may be why this fails too.
+                with suppress(Exception):
                     self._finalize()
         finally:
             self._hook.remove()
@@ -235,55 +262,58 @@ class Saver:
             self._shards.close()
 
 
-class Shards:
-    """The share of one rank: which it is, a copy of it in host memory, and its files."""
+class ShardWriter:
+    """The share of one rank in a checkpoint: its plan, a copy of it in host memory, and its files."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
-        self._agreed, self._plan, self._metadata = False, SavePlan([]), Metadata({})
+        self._plan: SavePlan | None = None
+        self._metadata = Metadata({})
         self._copies: dict[MetadataIndex, Tensor | BytesIO] = {}
         self._pinned: Tensor | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def agree(self, state: State) -> None:
-        """The first time, all ranks agree on whose share is what; it stays so, because the state keeps its form."""
-        if self._agreed:
+    def plan(self, state: State) -> None:
+        """Agree with all ranks on the share of each, the first time. It stays so, because the state keeps its form."""
+        if self._plan is not None:
             return
-        # What is whole on every rank of a sharded training is small: in one file, the others are read by few ranks. Of
-        # copies, whole or one for each node, all ranks write a part.
-        sharded = any(isinstance(one, DTensor) and one.device_mesh.ndim == 1 for one in state["model"].values())
+        # With FSDP, replicated tensors are small, so one rank writes them, and the others' files are read by few ranks.
+        # With DDP or HSDP the replicas share the writing.
+        tensors = state["model"].values()
+        sharded = any(isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 for tensor in tensors)
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=sharded)
         planner.set_up_planner(state, is_coordinator=True)
 
-        def whole(plans: list[SavePlan]) -> list[SavePlan]:
+        def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
             plans, self._metadata = planner.create_global_plan(plans)
             return _Writer("").prepare_global_plan(plans)
 
-        self._plan, self._agreed = self._ranks.deal(planner.create_local_plan, whole), True
+        self._plan = self._ranks.gather_then_scatter(planner.create_local_plan, plan_all)
 
-    def copy(self, state: State, moment: Any) -> None:
-        """Take a copy of this rank's share of `state`, once the device has come to `moment`, a CUDA event.
+    def stage_to_host(self, state: State, ready_event: Any) -> None:
+        """Copy this rank's share of `state` as soon as the device has come to `ready_event`, a CUDA event.
 
-        On a stream of its own, so that the device goes on training while it is read.
+        The copy has a stream of its own, so that the device continues training meanwhile.
         """
+        assert self._plan is not None
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=True)
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None:
-                self._stream.wait_event(moment)
-            taken = {item.index: planner.resolve_data(item) for item in self._plan.items}
+                self._stream.wait_event(ready_event)
+            sources = {item.index: planner.resolve_data(item) for item in self._plan.items}
             if not self._copies:
-                tensors = {index: source for index, source in taken.items() if isinstance(source, Tensor)}
-                self._copies |= self._room_for(tensors)
-            for index, source in taken.items():
-                if isinstance(source, Tensor):  # which has room: the plan is the same for all saves
+                tensors = {index: source for index, source in sources.items() if isinstance(source, Tensor)}
+                self._copies |= self._allocate(tensors)
+            for index, source in sources.items():
+                if isinstance(source, Tensor):  # its memory exists: the plan is the same for all saves
                     cast(Tensor, self._copies[index]).copy_(source.detach(), non_blocking=True)
                 else:
                     self._copies[index] = source
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _room_for(self, sources: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
+    def _allocate(self, sources: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
         """Return host memory for a copy of each tensor: one block of their bytes, which the device writes directly.
 
         torch's own pinned memory is a block for each tensor, of the next power of two, which is never given back.
@@ -293,14 +323,15 @@ class Shards:
         if self._stream is not None:
             self._pinned = torch.frombuffer(block, dtype=torch.uint8)
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            if int(error := cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0)):  # every cudaError is true
+            error = int(cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0))
+            if error != 0:
                 warn(f"saves are copied through pageable memory, which is slower: cudaHostRegister answered {error}")
                 self._pinned = None
         copies = dict[MetadataIndex, Tensor]()
         for (index, source), start in zip(sources.items(), accumulate(sizes, initial=0), strict=False):
-            flat = torch.empty(0, dtype=source.dtype)  # no buffer has no bytes
-            if count := source.numel():
-                flat = torch.frombuffer(block, dtype=source.dtype, count=count, offset=start)
+            flat = torch.empty(0, dtype=source.dtype)  # frombuffer takes no empty buffer
+            if source.numel():
+                flat = torch.frombuffer(block, dtype=source.dtype, count=source.numel(), offset=start)
             copies[index] = flat.view(source.shape)
         return copies
 
@@ -313,25 +344,27 @@ class Shards:
             self._pinned = None
 
     def write(self, folder: Path) -> Written:
-        """Write the copy into `folder`, which may be another one on every rank: nothing but file names is shared."""
+        """Write the copy into `folder`, which may be another one on every rank: only file names are shared."""
+        assert self._plan is not None
         tensors = (copy for copy in self._copies.values() if isinstance(copy, Tensor))
         at_most = sum(tensor.nbytes + _AROUND_A_TENSOR for tensor in tensors)
         planner = DefaultSavePlanner()
         planner.resolve_data = lambda write_item: self._copies[write_item.index]  # type: ignore[method-assign]
         with translate_os_errors(str(folder), needed=at_most):
             folder.mkdir(parents=True)
-            # What is written lies in host memory already: nothing to be copied ahead.
+            # The copy is in host memory already: nothing has to be copied ahead.
             writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
-            # The optimizer's state in a file of its own: collection fetches none of it from a bucket.
-            for kind, weights in (("", True), (OPTIMIZER, False)):
-                items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is weights]
-                prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
-                plan = replace(self._plan, items=items, storage_data=prefix)
-                written += writer.write_data(plan, planner).wait() if items else []
+            # The optimizer's state has a file of its own: collection fetches none of it from a bucket.
+            for kind, is_weights in (("", True), (OPTIMIZER, False)):
+                items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is is_weights]
+                if items:
+                    prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
+                    plan = replace(self._plan, items=items, storage_data=prefix)
+                    written += writer.write_data(plan, planner).wait()
         return written
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
-        """Rank 0's: the file that says where everything is in the ranks' files."""
+        """Write the file of rank 0 that says where everything is in the files of all ranks."""
         with translate_os_errors(str(folder), needed=len(pickle.dumps((self._metadata, written)))):
             _Writer(folder, sync_files=False).finish(self._metadata, written)
 
@@ -341,125 +374,3 @@ class _Writer(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         return None
-
-
-def resume(training: Training, *, tell: Callable[[str], object]) -> int:
-    """Load the newest checkpoint that verifies, on all ranks; returns the steps done, 0 without one.
-
-    Those that do not verify by two readings are set aside, and `tell` hears on rank 0 where and why. A NodeError on the
-    machine that reads sound ones wrongly; a DataError where none of the run's checkpoints is left.
-    """
-    ranks, run, local_rank = training.ranks, training.run, training.fabric.local_rank
-    model, optimizer = training.model.module, training.optimizer.optimizer
-    precision = training.fabric.strategy.precision
-    # Nodes share no folder, though they may share a machine.
-    node, processes = ranks.number - local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    folder = training.scratch.parent / f"resume-{node}"
-
-    def set_aside(path: str, error: DataError) -> None:
-        tell(f"{path} does not verify and was moved to {checkpoints.set_aside(run, path, str(error))}: {error}")
-
-    misreadings: list[NodeError] = []
-
-    def noting(action: Callable[[], T]) -> Callable[[], T]:
-        def act() -> T:
-            try:
-                return action()
-            except NodeError as error:
-                misreadings.append(error)
-                raise
-
-        return act
-
-    @contextmanager
-    def blaming(own: Sequence[object] = misreadings) -> Iterator[None]:
-        """Let the machine alone that reads wrongly say so: the error of one rank is raised on all."""
-        try:
-            yield
-        except NodeError as error:
-            if own:
-                raise
-            raise NetworkError(f"a rank on another machine has left: {error}") from error
-
-    def damaged(path: str, error: DataError) -> None:
-        checkpoints.require_damaged(run, path, error)
-        set_aside(path, error)
-
-    def candidates() -> list[CheckpointManifest]:
-        found = checkpoints.committed(run, damaged=damaged)
-        for manifest in found:
-            checkpoints.require_same(run, manifest, training.spec)
-        return found
-
-    def settle(place: Storage, path: str, error: DataError, doubted: list[FileRecord]) -> None:
-        """Set a checkpoint aside, unless the first rank on a node without doubts finds sound what others do not."""
-        each = ranks.together(lambda: (node, doubted), lambda each: each)
-        doubting = {where for where, records in each if records}
-        judge = next((number for number, (where, _) in enumerate(each) if where not in doubting), None)
-        records = [record for _, records in each for record in records]
-
-        def is_sound() -> bool:
-            return ranks.number == judge and all(
-                at_rest(place, record.path) == (record.size, record.crc32c) for record in records
-            )
-
-        def decide(sound: list[bool]) -> None:
-            if any(sound):
-                raise misread(place.address(), error.what)
-            set_aside(path, error)
-
-        with blaming(doubted):
-            ranks.together(is_sound, decide)
-
-    def right(manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
-        """Whether the files that the ranks bring and compare, each these of its own, are what they should be."""
-        path, doubted = checkpoints.folder_of(manifest.step), list[FileRecord]()
-        place = run.within(path)
-
-        def bring_own() -> None:
-            try:
-                fetch_verified(place, records, lambda: folder)
-            except DataError:
-                doubted.extend(records)
-                raise
-
-        try:
-            with blaming():
-                ranks.together(noting(bring_own), lambda _: None)
-        except DataError as error:
-            settle(place, path, error, doubted)
-            return False
-        return True
-
-    def read_here(address: str) -> tuple[int, set[str]]:
-        state = training_state(model, optimizer, precision.state_dict())
-        return node, files_of_state(state, folder, address=address)
-
-    done, before = 0, 0.0
-    with blaming():
-        found = ranks.first(noting(candidates))
-    for manifest in found:
-        place = run.within(checkpoints.folder_of(manifest.step))
-        address, local, files = place.address(), place.local_path(), manifest.files
-        # All ranks see all of a local folder, and have a share of it each; of a bucket, of what their node reads.
-        if local is not None:
-            verified = right(manifest, files[ranks.number :: ranks.world])
-        elif verified := right(manifest, [file for file in files if file.path == INDEX and local_rank == 0]):
-            needs = ranks.together(partial(read_here, address), lambda found: found)
-            here = {name for where, names in needs for name in names if where == node}
-            verified = right(manifest, [file for file in files if file.path in here][local_rank::processes])
-        if not verified:
-            optimizer.state.clear()  # which is made to see what is read: a training begins without
-            continue
-        state = precision.state_dict()
-        if saved := load_checkpoint(model, optimizer, local or folder, precision=state, address=address):
-            precision.load_state_dict(saved)
-        ranks.first(lambda: None)  # until then some rank may still read
-        if local is None and local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        done, before = manifest.step, manifest.seconds
-        break
-    else:
-        ranks.first(lambda: checkpoints.require_beginning(run))
-    training.clock.before, training.clock.begun = before, monotonic()
-    return done

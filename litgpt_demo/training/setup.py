@@ -1,4 +1,4 @@
-"""A rank before the first step: its processes and devices, its data, its model, and all else that it holds."""
+"""A rank before the first step: its processes and devices, its data, its model and its optimizer."""
 
 from __future__ import annotations
 
@@ -40,25 +40,27 @@ from litgpt_demo.training.ranks import Ranks, thread_of
 
 
 def open_fabric(train: TrainConfig) -> Fabric:
-    """Fabric over the ranks that torchrun started, this process being one of them."""
+    """Return Fabric over the ranks that torchrun started; this process is one of them."""
     for name in ("lightning.fabric", "lightning.pytorch"):
         logging.getLogger(name).setLevel(logging.WARNING)  # else every rank greets in every log
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     world_size = processes * nodes
-    # A hang is for the node to find, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
+    # The node detects a hang, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
     timeout = timedelta(seconds=max(timeouts.LEAST_COLLECTIVE, 2 * train.hang_after))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy in {"fsdp", "hybrid"} and world_size > 1:
-        shard, ways = partial(_sharded, train=train), train.shard_degree(nodes, processes)
-        copies = world_size // ways
-        strategy = ModelParallelStrategy(shard, data_parallel_size=copies, tensor_parallel_size=ways, timeout=timeout)
+        shard, degree = partial(_apply_fsdp, train=train), train.shard_degree(nodes, processes)
+        replicas = world_size // degree
+        strategy = ModelParallelStrategy(
+            shard, data_parallel_size=replicas, tensor_parallel_size=degree, timeout=timeout
+        )
     elif world_size > 1:
         # Buffers are rotary tables, which never change: they are not sent before each pass. torch 2.11 has
-        # broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the other one deprecated.
+        # broadcast_buffers for it; 2.13 has forward_sync_buffers too, and calls the old name deprecated.
         new = "forward_sync_buffers" in signature(DistributedDataParallel).parameters
         buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
-        # Gradients live in the buckets that are reduced while the backward pass goes on. A static graph does without
-        # looking for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
+        # Gradients are views of the buckets, which are reduced during the backward pass. A static graph needs no search
+        # for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
         static = train.global_batch == world_size * train.micro_batch
         strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, static_graph=static, **buffers)
     kind, precision = "cuda" if torch.cuda.is_available() else "cpu", train.precision
@@ -67,17 +69,21 @@ def open_fabric(train: TrainConfig) -> Fabric:
     return fabric
 
 
-def _sharded(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
-    """FSDP2: each block's weights come together when it runs, and the next one's while it does. Unlike FSDP1 it runs on
-    CPUs, and weights keep their shapes, by which decay_groups tells matrices from vectors."""
-    # Fabric's names for the two dimensions are of another use: here the first has copies, and the second the shares of
-    # one, which are of all ranks (fsdp) or of a node's (hybrid).
+def _apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
+    """Shard a model by FSDP2: each block's weights are gathered when it runs, and the next one's meanwhile.
+
+    Unlike FSDP1 it runs on CPUs, and weights keep their shapes, by which decay_groups finds the matrices.
+    """
+    # Fabric calls the mesh dimensions data_parallel and tensor_parallel. They are used as replicate and shard: over all
+    # ranks (fsdp), or within a node (hybrid).
     data = mesh if mesh.size(0) > 1 else mesh["tensor_parallel"]
-    # Gathered in the precision in which autocast would multiply; gradients are summed in float32. Inputs are left as
-    # they are, for the residual stream and the rotary cosines are float32's.
-    # On a CPU autocast leaves norms in the inputs' type, so weights have to be float32's too ("mixed dtype (CPU)").
-    gathered = torch.bfloat16 if train.precision == "bf16-mixed" and mesh.device_type != "cpu" else None
-    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    # Weights are gathered in the precision in which autocast would multiply; gradients are summed in float32. Inputs
+    # are not cast, because the residual stream and the rotary cosines are float32.
+    # On a CPU autocast leaves norms in the inputs' type, so weights must be float32 too ("mixed dtype (CPU)").
+    param_dtype = None
+    if train.precision == "bf16-mixed" and mesh.device_type != "cpu":
+        param_dtype = torch.bfloat16
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     blocks = list(cast(GPT, model).transformer.h)
     for block in blocks:
         fully_shard(block, mesh=data, mp_policy=policy, reshard_after_forward=train.reshard_after_forward)
@@ -112,40 +118,45 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
     return Data(manifest=manifest, train=opened("train"), validation=opened("validation"))
 
 
-class Feed:
-    """This rank's share of each step's batch. While a step is computed, a thread reads the next one's from the disk."""
+class BatchLoader:
+    """Returns this rank's share of each step's batch. A thread reads the next one from the disk meanwhile."""
 
     def __init__(self, spec: TrainingSpec, windows: TokenDataset, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = thread_of(device, "feed")
-        self._ahead: tuple[int, Future[Samples]] | None = None
+        self._prefetched: tuple[int, Future[Samples]] | None = None
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
 
-    def take(self, step: int) -> tuple[list[Samples], float]:
-        """The micro-batches of a step on the device, and the seconds that were spent waiting for them."""
+    def get(self, step: int) -> tuple[list[Samples], float]:
+        """Return the micro-batches of a step on the device, and the seconds that were spent waiting for them."""
         began = monotonic()
-        ahead, self._ahead = self._ahead, None
-        read = ahead[1] if ahead is not None and ahead[0] == step else self._reader.submit(self._read, step)
-        inputs, targets = read.result()
+        if self._prefetched is not None and self._prefetched[0] == step:
+            samples = self._prefetched[1]
+        else:
+            samples = self._reader.submit(self._read, step)
+        self._prefetched = None
+        inputs, targets = samples.result()
         if step + 1 < self._spec.steps:
-            self._ahead = step + 1, self._reader.submit(self._read, step + 1)
-        waited = monotonic() - began
+            self._prefetched = step + 1, self._reader.submit(self._read, step + 1)
+        data_wait = monotonic() - began
         size = self._spec.train.micro_batch
         pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
-        return [to_device(pair, self._device) for pair in pairs], waited
+        return [to_device(pair, self._device) for pair in pairs], data_wait
 
     def _read(self, step: int) -> Samples:
         numbers = sample_ids_for_step(self._spec, self._windows, step)
-        mine = rank_slice(numbers, rank=self._rank, world_size=self._spec.world_size)
-        return read_samples(self._windows, mine, self._device)
+        numbers = rank_slice(numbers, rank=self._rank, world_size=self._spec.world_size)
+        return read_samples(self._windows, numbers, self._device)
 
 
 def read_samples(windows: TokenDataset, numbers: SampleIds, device: torch.device) -> Samples:
-    """Samples in memory from which `device` copies without waiting: pinned, if it is a GPU."""
+    """Return samples in memory from which `device` copies without waiting: pinned, if it is a GPU."""
     inputs, targets = (torch.from_numpy(part.copy()) for part in windows.read(numbers))
-    return (inputs.pin_memory(), targets.pin_memory()) if device.type == "cuda" else (inputs, targets)
+    if device.type == "cuda":
+        return inputs.pin_memory(), targets.pin_memory()
+    return inputs, targets
 
 
 def to_device(samples: Samples, device: torch.device) -> Samples:
@@ -153,14 +164,14 @@ def to_device(samples: Samples, device: torch.device) -> Samples:
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-# What costs arithmetic; recomputing the rest costs memory traffic alone.
+# Operators that cost arithmetic; recomputing the rest costs only memory traffic.
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _NAMES = ("mm", "addmm", "bmm", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
 _KEPT = [getattr(torch.ops.aten, name).default for name in _NAMES]
 
 
-def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
-    """Blocks in float8, recomputed, compiled, as the settings ask, in the order in which each sees what it has to."""
+def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
+    """Apply float8, activation checkpointing and torch.compile to the blocks, in the order in which they compose."""
     if train.compile != "none":
         require_executable_cache(os.environ)
     if train.float8:
@@ -171,11 +182,12 @@ def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> 
         multiply_in_float8(model)
     if train.activation_checkpointing != "none":
         contexts = partial(create_selective_checkpoint_contexts, _KEPT)
-        selective = train.activation_checkpointing == "selective"
-        wrap = partial(wrapping.checkpoint_wrapper, context_fn=contexts) if selective else wrapping.checkpoint_wrapper
-        wrapping.apply_activation_checkpointing(model, wrap, check_fn=lambda one: isinstance(one, Block))
+        wrap: Any = wrapping.checkpoint_wrapper
+        if train.activation_checkpointing == "selective":
+            wrap = partial(wrapping.checkpoint_wrapper, context_fn=contexts)
+        wrapping.apply_activation_checkpointing(model, wrap, check_fn=lambda module: isinstance(module, Block))
     if train.compile == "blocks":
-        # The forward alone: hooks, FSDP's among them, stay outside. One compilation serves all blocks that are alike.
+        # Only the forward: hooks, such as FSDP's, stay outside. One compilation serves all blocks that are alike.
         for block in model.transformer.h:
             block.forward = torch.compile(block.forward)
     elif train.compile == "model":
@@ -183,16 +195,16 @@ def prepare_blocks(model: LossGPT, train: TrainConfig, device: torch.device) -> 
 
 
 def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
-    """The blocks' products in float8, each tensor scaled by its largest value; the output projection stays as it is.
+    """Compute the blocks' products in float8, each tensor scaled by its largest value, but not the output projection.
 
-    Weights keep their names and precision. To `emulate` rounds as float8 does and multiplies in a wider type, which
-    runs anywhere, slowly.
+    Weights keep their names and precision. `emulate` rounds as float8 does and multiplies in a wider type, which runs
+    anywhere, slowly.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def convertible(module: nn.Module, name: str) -> bool:
-        # Float8 products want all sides in multiples of 16: an expert sees any number of rows. A rounded router chooses
-        # other experts.
+        # Float8 products need all sides in multiples of 16, but an expert sees any number of rows. A rounded router
+        # chooses other experts.
         if not isinstance(module, nn.Linear) or not {"gate", "experts"}.isdisjoint(name.split(".")):
             return False
         return module.in_features % 16 == 0 and module.out_features % 16 == 0
@@ -202,70 +214,71 @@ def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
 
 
 @dataclass
-class Clock:
-    """The seconds that a run has been trained for: those up to the checkpoint an attempt went on from, and its own.
+class TrainingTimer:
+    """The seconds that a run has been trained for: those up to the checkpoint resumed from, and this attempt's.
 
-    What a crash cost is left out: it was trained again.
+    Steps that a crash lost are not counted, because they are trained again.
     """
 
-    before: float = 0.0
-    begun: float = field(default_factory=monotonic)
+    previous: float = 0.0
+    started: float = field(default_factory=monotonic)
 
     @property
     def seconds(self) -> float:
-        return self.before + monotonic() - self.begun
+        return self.previous + monotonic() - self.started
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Everything one rank holds."""
+    """The state of one rank."""
 
     spec: TrainingSpec
     data: Data
-    feed: Feed
+    feed: BatchLoader
     fabric: Fabric
     model: Any
     """Fabric's wrapper of the (possibly DDP or FSDP) model: what is called. Its `module` is a GPT."""
     optimizer: Any
     run: Storage
     scratch: Path
-    clock: Clock = field(default_factory=Clock)
-    heart: Heartbeat = field(default_factory=lambda: Heartbeat(allow=0, environ={}))
-    """Tells the node that this rank lives; nobody, unless it is given."""
+    timer: TrainingTimer = field(default_factory=TrainingTimer)
+    heart: Heartbeat = field(default_factory=lambda: Heartbeat(max_silence=0, environ={}))
+    """Writes this rank's heartbeats for its node; none unless it is set."""
 
     @cached_property
     def ranks(self) -> Ranks:
-        """All ranks, for what the thread that trains has to settle with them. The first to ask waits for the others."""
+        """All ranks, for the collective calls of the thread that trains. The first reader waits for the others."""
         return Ranks.of(self.fabric)
 
     @property
     def scaler(self) -> Any:
-        """The scaler of train.precision=16-mixed, which leaves out an update that it overflowed in; else None."""
+        """The scaler of train.precision=16-mixed, which leaves out an update with an overflow; else None."""
         return getattr(self.fabric.strategy.precision, "scaler", None)
 
 
 def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch: Path) -> Training:
-    """Model and optimizer with their initial values, distributed as the strategy says."""
+    """Return the model and optimizer with their initial values, distributed as the strategy says."""
     train, config = spec.train, litgpt_config(spec.model, vocab_size=data.manifest.vocab_size)
-    # A model that is to be sharded may fit no device whole: it gets memory once it is, and values then.
+    # A sharded model may not fit one device, so it is created on the meta device. It gets storage and values after
+    # sharding.
     sharded = isinstance(fabric.strategy, ModelParallelStrategy)
     with fabric.init_module(empty_init=sharded):
         model = LossGPT(config)
     model.max_seq_length = spec.model.sequence_length
     if not sharded:
         initialise(model, seed=train.seed)
-    prepare_blocks(model, train, fabric.device)
+    apply_float8_ac_compile(model, train, fabric.device)
     wrapped = fabric.setup_module(model)
     if sharded:
         initialise(model, seed=train.seed)
-    # Fabric casts the rotary tables with the weights, but no sharded model's. Far positions need them in float32.
+    # Fabric casts the rotary tables with the weights, except in a sharded model. Far positions need them in float32.
     model.reset_parameters()
     scaled = getattr(fabric.strategy.precision, "scaler", None) is not None
     optimizer = optimizer_of(train).build(wrapped, train, scaled)  # each step sets its learning rate
     return Training(
         spec=spec,
         data=data,
-        feed=Feed(spec, data.train, fabric.device, rank=fabric.global_rank),
+        feed=BatchLoader(spec, data.train, fabric.device, rank=fabric.global_rank),
         fabric=fabric,
         model=wrapped,
         optimizer=fabric.setup_optimizers(optimizer),

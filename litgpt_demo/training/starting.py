@@ -67,12 +67,12 @@ def start_from(training: Training, origin: InitialWeights) -> None:
     ranks, local_rank, place = training.ranks, training.fabric.local_rank, open_storage(origin.address)
     processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place.local_path()
     # Nodes share no folder, though they may share a machine.
-    folder = local or training.scratch.parent / f"origin-{ranks.number - local_rank}"
+    folder = local or training.scratch.parent / f"origin-{ranks.rank - local_rank}"
     files = [one for one in records_of(origin) if origin.optimizer or not one.path.startswith(OPTIMIZER)]
     # All ranks see all of a local folder, and verify a share of it each; of a bucket, of what their node fetches.
-    share = files[local_rank::processes] if local is None else files[ranks.number :: ranks.world]
+    share = files[local_rank::processes] if local is None else files[ranks.rank :: ranks.world_size]
     fix = "the weights have changed since the run was submitted: put them back, or submit it again"
-    ranks.together(lambda: fetch_verified(place, share, lambda: folder, fix), lambda _: None)
+    ranks.gather_then_broadcast(lambda: fetch_verified(place, share, lambda: folder, fix), lambda _: None)
 
     @torch.no_grad()
     def read() -> None:
@@ -95,10 +95,10 @@ def start_from(training: Training, origin: InitialWeights) -> None:
                 if isinstance(into, DTensor):  # every rank has read the same, and takes its part without communication
                     value = distribute_tensor(value, into.device_mesh, into.placements, src_data_rank=None)
                 into.copy_(value)
-        if origin.kind == "litgpt" and ranks.number == 0 and (wrappers := _of_litgpt(origin, folder)[1]):
+        if origin.kind == "litgpt" and ranks.rank == 0 and (wrappers := _of_litgpt(origin, folder)[1]):
             print(f"model.from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
 
-    ranks.together(read, lambda _: None)
+    ranks.gather_then_broadcast(read, lambda _: None)
     if local is None and local_rank == 0:  # until all have read
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,14 +1,14 @@
-"""One optimizer step, what the ranks tell each other of it, and one evaluation.
+"""One optimizer step, the reduction of its metrics across ranks, and one evaluation.
 
-None waits for the device, but LitGPT's mixture of experts does: each expert counts its tokens (torch.where).
+No function here waits for the device, except in LitGPT's mixture of experts: each expert counts its tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from hashlib import blake2b
 from time import monotonic
 from typing import Any, NamedTuple
@@ -27,133 +27,151 @@ from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 
-class Passed(NamedTuple):
-    """A step as the rank that has done it knows it."""
+class LocalStepStats(NamedTuple):
+    """The figures of a step on one rank."""
 
     loss: Tensor
     """This rank's mean, on the device."""
     norm: Tensor
-    """The gradient's, on the device."""
-    waited: float
+    """The norm of the whole gradient, on the device."""
+    data_wait: float
     """Seconds spent waiting for samples."""
     by_source: Tensor | None = None
-    """Of a mixture, each source's sum of this rank's losses of samples, and their number; on the device."""
+    """For a mixture: each source's sum of this rank's losses of samples, and their number; on the device."""
 
 
-def train_step(training: Training, step: int) -> Passed:
+def train_step(training: Training, step: int) -> LocalStepStats:
     """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
-    # Dropout is a function of the step, and resumes with the same draws.
+    # Dropout is a function of the step, so a resumed run draws the same.
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(drawn, "little"))
     set_learning_rate(training.optimizer, learning_rate_at(train, step, steps=spec.steps))
-    batches, waited = training.feed.take(step)
+    batches, data_wait = training.feed.get(step)
     module, last = training.model.module, len(batches)
     sharded = isinstance(module, FSDPModule)
     total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
-    windows, own = training.data.train, list[Tensor]()
+    windows, token_losses = training.data.train, list[Tensor]()
     for index, (inputs, targets) in enumerate(batches, 1):
         if isinstance(windows, MixtureDataset):
             module.each = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
-            own.append(module.each)
-        # Sharded gradients are spread after every pass, for a rank may have no room for all of them; only between the
-        # copies of a hybrid they wait for the last one.
+            token_losses.append(module.each)
+        # Sharded gradients are reduced after every pass, for a rank may have no room for all of them. Only the
+        # all-reduce between the replicas of a hybrid waits for the last pass.
         if sharded:
             module.set_requires_all_reduce(index == last)
         with nullcontext() if sharded else fabric.no_backward_sync(training.model, enabled=index < last):
             loss = training.model(inputs, targets)
             share = loss if last == 1 else loss / last
-            # An infinite loss may have finite gradients. Without, all ranks see it in the norm of their sum.
-            fabric.backward(share * torch.where(loss.detach().isfinite(), 1.0, math.nan) if skips else share)
+            if skips:
+                # An infinite loss may have finite gradients. With NaN, all ranks see it in the norm of their sum.
+                share = share * torch.where(loss.detach().isfinite(), 1.0, math.nan)
+            fabric.backward(share)
         total += loss.detach()
     limit = math.inf if train.clip_norm is None else train.clip_norm
     norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)
     assert norm is not None
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
     if skips and training.scaler is None:
         # The fused AdamW reads it on the device, and makes no update where it is 1.
-        training.optimizer.optimizer.found_inf = (~whole.isfinite()).float()
+        training.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
     training.optimizer.step()
     training.optimizer.zero_grad()
     module.each = None
     by_source = None
     if isinstance(windows, MixtureDataset):
-        mine = rank_slice(
-            global_positions(step, train.global_batch), rank=fabric.global_rank, world_size=fabric.world_size
-        )
-        which = torch.from_numpy(windows.schedule.source_at(mine)[0]).to(fabric.device, non_blocking=True)
-        losses = torch.cat(own).view(len(which), -1).mean(1, dtype=torch.float64)
+        positions = global_positions(step, train.global_batch)
+        positions = rank_slice(positions, rank=fabric.global_rank, world_size=fabric.world_size)
+        sources = torch.from_numpy(windows.schedule.source_at(positions)[0]).to(fabric.device, non_blocking=True)
+        losses = torch.cat(token_losses).view(len(sources), -1).mean(1, dtype=torch.float64)
         by_source = losses.new_zeros(2, len(windows.names))
-        by_source.index_add_(1, which, torch.stack([losses, torch.ones_like(losses)]))
-    return Passed(total / last, whole, waited, by_source)
+        by_source.index_add_(1, sources, torch.stack([losses, torch.ones_like(losses)]))
+    return LocalStepStats(total / last, norm, data_wait, by_source)
 
 
 class StepResult(NamedTuple):
-    """One step, as all ranks know it."""
+    """The figures of a step over all ranks, the same on each of them."""
 
     done: int
     """Steps, this one included."""
     loss: float
     """The mean over all ranks; each saw an equal share of the batch."""
     grad_norm: float
-    why: str | None
-    """The reason to leave, if there is one: preempted if a rank was asked to, max_time by the clock of a rank."""
+    stop_reason: str | None
+    """None to continue: `preempted` if a rank received a signal, `max_time` by the clock of a rank."""
     ended: float
     """When the device came to the end of the step, on the monotonic clock."""
-    own: Passed
+    local: LocalStepStats
     by_source: list[float]
-    """Of a mixture, the sums of each source's samples' losses, and then their numbers; of all ranks."""
+    """For a mixture: the sums of each source's samples' losses, and then their numbers; of all ranks."""
 
 
-class Exchange:
-    """Sums of numbers of every rank, one step late.
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A step whose sums are on their way to host memory."""
 
-    A step's sums travel to host memory while the next step runs and are read after it. All ranks read the same sums
+    done: int
+    sums: Tensor
+    ready: Any
+    """A CUDA event, or a collective's work, after which `sums` are complete; None if they are already."""
+    submitted: float
+    local: LocalStepStats
+
+
+class MetricReducer:
+    """Sums the figures of a step over all ranks, one step late.
+
+    A step's sums travel to host memory while the next step runs, and are read after it. All ranks read the same sums
     after the same step, so they decide alike: to report, to stop, to leave.
     """
 
     def __init__(self, fabric: Fabric) -> None:
-        self._device, self._world = fabric.device, fabric.world_size
-        self._underway: deque[Callable[[], StepResult]] = deque()
-        self._last_event, self._last_ended = self._event(), monotonic()
+        self._device, self._world_size = fabric.device, fabric.world_size
+        self._on_gpu = fabric.device.type == "cuda"
+        self._pending: deque[_Pending] = deque()
+        self._last_event, self._last_ended = self._record_event(), monotonic()
 
-    def put(self, done: int, passed: Passed, *, leave: bool, time_up: bool) -> None:
-        """Send the numbers of a step on their way. The ranks do so in the same order."""
-        on_gpu = self._device.type == "cuda"
-        flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=on_gpu)
-        own = torch.stack([passed.loss.double(), passed.norm.double()])
-        by_source = own.new_empty(0) if passed.by_source is None else passed.by_source.flatten()
-        sums = torch.cat([own, flags.to(self._device, non_blocking=True), by_source])
-        # A CUDA event, or a collective's work; None where the sums are there at once.
-        arrived: Any = dist.all_reduce(sums, async_op=True) if self._world > 1 else None
-        if on_gpu:
-            if arrived is not None:
-                arrived.wait()  # the stream waits, the host does not
+    def submit(self, done: int, local: LocalStepStats, *, leave: bool, time_up: bool) -> None:
+        """Begin to reduce the figures of a step. All ranks do so in the same order."""
+        flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=self._on_gpu)
+        figures = [torch.stack([local.loss.double(), local.norm.double()]), flags.to(self._device, non_blocking=True)]
+        if local.by_source is not None:
+            figures.append(local.by_source.flatten())
+        sums, ready = torch.cat(figures), None
+        if self._world_size > 1:
+            ready = dist.all_reduce(sums, async_op=True)
+        if self._on_gpu:
+            if ready is not None:
+                ready.wait()  # the stream waits, the host does not
             sums = torch.empty(len(sums), dtype=torch.float64, pin_memory=True).copy_(sums, non_blocking=True)
-            arrived = self._event()
-        put = monotonic()
+            ready = self._record_event()
+        self._pending.append(_Pending(done=done, sums=sums, ready=ready, submitted=monotonic(), local=local))
 
-        def result() -> StepResult:
-            ended = put
-            if on_gpu:
-                arrived.synchronize()
-                ended = self._last_ended + self._last_event.elapsed_time(arrived) / 1000
-                self._last_event, self._last_ended = arrived, ended
-            elif arrived is not None:
-                arrived.wait()
-            loss, norm, leave, time_up, *by_source = sums.tolist()
-            # The norm is the whole gradient's on every rank.
-            why = "preempted" if leave > 0 else "max_time" if time_up > 0 else None
-            return StepResult(done, loss / self._world, norm / self._world, why, ended, passed, by_source)
+    def collect(self, *, max_in_flight: int) -> StepResult | None:
+        """Return the oldest step in flight, as soon as its sums are complete; None if no more than so many are."""
+        if len(self._pending) <= max_in_flight:
+            return None
+        step = self._pending.popleft()
+        ended = step.submitted
+        if self._on_gpu:
+            step.ready.synchronize()
+            ended = self._last_ended + self._last_event.elapsed_time(step.ready) / 1000
+            self._last_event, self._last_ended = step.ready, ended
+        elif step.ready is not None:
+            step.ready.wait()
+        loss, norm, leave, time_up, *by_source = step.sums.tolist()
+        reason = None
+        if leave > 0:
+            reason = "preempted"
+        elif time_up > 0:
+            reason = "max_time"
+        # The norm is the whole gradient's on every rank.
+        loss, norm = loss / self._world_size, norm / self._world_size
+        return StepResult(step.done, loss, norm, reason, ended, step.local, by_source)
 
-        self._underway.append(result)
-
-    def take(self, *, keep: int) -> StepResult | None:
-        """The oldest step on its way, waited for; None if no more than `keep` are."""
-        return self._underway.popleft()() if len(self._underway) > keep else None
-
-    def _event(self) -> Any:
-        if self._device.type != "cuda":
+    def _record_event(self) -> Any:
+        if not self._on_gpu:
             return None
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -162,20 +180,22 @@ class Exchange:
 
 @torch.no_grad()
 def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]:
-    """Return the mean validation loss, of a mixture weighted by the sources' shares, and each source's by its name.
+    """Return the mean validation loss, and that of each source by its name.
 
-    The samples are `evaluation_windows` of each source, the same ones on any number of ranks.
+    For a mixture, the mean is weighted by the sources' shares. The samples are `evaluation_windows` of each source, the
+    same ones on any number of ranks.
     """
     fabric, train, windows = training.fabric, training.spec.train, training.data.validation
     sources = validation_sources(windows, train.evaluation_windows)
     sums = torch.zeros(len(sources), dtype=torch.float64, device=fabric.device)
     training.model.eval()
     for index, source in enumerate(sources):
-        mine = source.numbers[fabric.global_rank :: fabric.world_size]
+        numbers = source.numbers[fabric.global_rank :: fabric.world_size]
         # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
         for start in range(0, math.ceil(len(source.numbers) / fabric.world_size), train.micro_batch):
-            training.heart.beat(done, "evaluating", allow=max(timeouts.FIRST_PASS, train.hang_after))
-            part = mine[start : start + train.micro_batch]
+            limit = max(timeouts.FIRST_PASS, train.hang_after)
+            training.heart.beat(done, "evaluating", max_silence=limit)
+            part = numbers[start : start + train.micro_batch]
             samples = read_samples(windows, part if len(part) else source.numbers[:1], fabric.device)
             sums[index] += training.model(*to_device(samples, fabric.device)).double() * len(part)
     training.model.train()

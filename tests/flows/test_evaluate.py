@@ -22,7 +22,7 @@ from launcher.events import Event, Listener, Note, StepDone
 from launcher.runs.run import RunManifest, plan_run
 from litgpt_demo.documents import read_manifest
 from litgpt_demo.export.evaluation import evaluations
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 from tasks.evaluation import CheckpointScores
 
 TEXTS = [("The first", " of them"), ("She said", " that it was"), ("A house", " and a tree")]
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_
 ) -> None:
     config = with_task(trained.config, tmp_path, train={"evaluate_with": 1})
     run, every, notes = plan_run(config), config.train.checkpoint_every, list[Event]()
-    last, *before = [one.step for one in committed(run.storage)]
+    last, *before = [one.step for one in list_complete(run.storage)]
 
     async def follow() -> None:
         async with CheckpointScores(run) as scores:

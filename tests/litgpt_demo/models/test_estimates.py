@@ -16,7 +16,7 @@ from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
 from litgpt_demo.models.model import LossGPT, Workspace
-from litgpt_demo.training.setup import prepare_blocks
+from litgpt_demo.training.setup import apply_float8_ac_compile
 
 LAYERS = 3  # of the models that are built of the whole catalogue: blocks are alike, and some have thousands of experts
 
@@ -66,7 +66,7 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
     model = LossGPT(Config(**{name: getattr(config, name) for name in Config.__dataclass_fields__}))
     model.to(torch.bfloat16 if train.precision == "bf16-true" else torch.float32)
     model.max_seq_length = length
-    prepare_blocks(model, train.model_copy(update={"precision": "32-true"}), torch.device("cpu"))
+    apply_float8_ac_compile(model, train.model_copy(update={"precision": "32-true"}), torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids, tracker = torch.zeros(train.micro_batch, length, dtype=torch.int64), MemTracker()
 

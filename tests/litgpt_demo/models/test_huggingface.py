@@ -17,7 +17,7 @@ from litgpt_demo.config import ModelConfig
 from litgpt_demo.data.dataset import TokenDataset
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import weights as weights_module
-from litgpt_demo.export.proof import Texts, last_logits, opened_by_transformers, probe_of
+from litgpt_demo.export.proof import Texts, last_logits, opened_by_transformers, probe_batch
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.training.origins import find_initial_weights
@@ -154,9 +154,9 @@ def test_a_wrong_window_is_noticed_beyond_256_tokens(tmp_path: Path) -> None:
     config.block_size, config.sliding_window_size = 700, 300
     model, found = random_model(config), huggingface_model(config)
     ids = torch.randint(0, 300, (1401,)).numpy().astype("uint16")
-    inputs = probe_of(TokenDataset(files=[ids], length=700), config.sliding_window_size)
+    inputs = probe_batch(TokenDataset(files=[ids], length=700), config.sliding_window_size)
     assert inputs.shape == (1, 616)
-    assert probe_of(TokenDataset(files=[ids], length=700), None).shape == (2, 256)
+    assert probe_batch(TokenDataset(files=[ids], length=700), None).shape == (2, 256)
     own, tokenizer = last_logits(model, model.lm_head, inputs), large_vocabulary(tmp_path)
     with torch.no_grad():
         assert torch.equal(own, model(inputs)[:, -256:])

@@ -17,29 +17,29 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_
 
 def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:
     before, node = signal.getsignal(signal.SIGUSR1), {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
-    with Heartbeat(allow=30, environ=node) as heart:
+    with Heartbeat(max_silence=30, environ=node) as heart:
         assert read_beats(tmp_path) == []
         heart.beat(1_000_000, "training")
         heart.sends = 4e9
-        heart.beat(7, "saving", allow=60)
+        heart.beat(7, "saving", max_silence=60)
         [beat] = read_beats(tmp_path)
     assert (beat.rank, beat.local_rank, beat.pid) == (5, 1, os.getpid())
-    assert (beat.step, beat.doing, beat.allow) == (7, "saving", 60)
+    assert (beat.step, beat.doing, beat.max_silence) == (7, "saving", 60)
     assert beat.sends == 4e9
     assert read_beats(tmp_path) == []
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def beat(rank: int, *, step: int, ticks: float, allow: float = 10.0) -> Beat:
+def beat(rank: int, *, step: int, ticks: float, max_silence: float = 10.0) -> Beat:
     return Beat(
         rank=rank, local_rank=rank, pid=os.getpid(), started=started(os.getpid()), step=step, doing="training",
-        time=0.0, ticks=ticks, allow=allow, stacks="",
+        time=0.0, ticks=ticks, max_silence=max_silence, stacks="",
     )  # fmt: skip
 
 
 def test_the_rank_that_came_least_far_is_named_first_and_who_may_be_silent_is_not() -> None:
     waiting, slow = beat(0, step=6, ticks=100.0), beat(1, step=5, ticks=101.0)
-    saving = beat(2, step=5, ticks=90.0, allow=1000.0)
+    saving = beat(2, step=5, ticks=90.0, max_silence=1000.0)
     watcher = Watcher()
     assert watcher.overdue([waiting, slow, saving], paused=110.5, now=111.5) == [slow, waiting]
     assert watcher.overdue([waiting, slow, saving], paused=109.5, now=110.5) == [waiting]
@@ -55,7 +55,7 @@ def test_a_node_that_stood_still_with_its_ranks_counts_their_silence_anew() -> N
 
 FAILING = """
 from litgpt_demo.heartbeat import Heartbeat
-with Heartbeat(allow=60) as heart:
+with Heartbeat(max_silence=60) as heart:
     heart.beat(417, "training")
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 """
@@ -72,7 +72,7 @@ def test_a_rank_that_fails_leaves_the_step_at_which_it_did(tmp_path: Path) -> No
 STUBBORN = """
 import time
 from litgpt_demo.heartbeat import Heartbeat
-Heartbeat(allow=60).beat(3, "training")
+Heartbeat(max_silence=60).beat(3, "training")
 def asleep_in_here():
     print("up", flush=True)
     time.sleep(600)

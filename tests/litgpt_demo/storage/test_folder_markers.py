@@ -10,7 +10,7 @@ from litgpt_demo.data.dataset import plan_dataset, verify_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.errors import UserError
 from litgpt_demo.storage import BucketStorage, open_storage
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 
 
 def mark(bucket: BucketStorage, *folders: str) -> None:
@@ -24,7 +24,7 @@ def test_a_checkpoints_successor_removes_no_other_checkpoint(bucket: BucketStora
     mark(bucket, "runs", "runs/one", "runs/one/checkpoints", "runs/one/checkpoints/step-00000010")
     run.write("checkpoints/notes.txt", b"a person's")
     keep(run, pair(2), 20)
-    assert [found.step for found in committed(run)] == [20, 10]
+    assert [found.step for found in list_complete(run)] == [20, 10]
     assert run.read("checkpoints/notes.txt") == b"a person's"
 
 

@@ -24,8 +24,8 @@ from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import BucketStorage, Storage, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoint_reader import load_checkpoint, load_weights, read_index
-from litgpt_demo.training.checkpoints import commit, committed, folder_of
-from litgpt_demo.training.saving import resume
+from litgpt_demo.training.checkpoints import commit, folder_of, list_complete
+from litgpt_demo.training.resuming import resume
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +46,7 @@ def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(place, trained, 3)
-        folder = fetch_verified(place.within(folder_of(3)), committed(place)[0].files, lambda: tmp_path / "fetched")
+        folder = fetch_verified(place.within(folder_of(3)), list_complete(place)[0].files, lambda: tmp_path / "fetched")
         assert load_checkpoint(*other, folder, precision={}) == {}
         load_weights(folder, alone[0].state_dict())
     assert same(trained, other)
@@ -73,10 +73,10 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
     keep(run, pair(2), 8)
     run.write(f"{folder_of(8)}/manifest.json", spoil)
     told: dict[str, DataError] = {}
-    assert [found.step for found in committed(run, damaged=told.__setitem__)] == [4]
+    assert [found.step for found in list_complete(run, on_damaged=told.__setitem__)] == [4]
     assert list(told) == [folder_of(8)]
     keep(run, pair(3), 6)  # and training goes on
-    assert [found.step for found in committed(run)] == [6, 4]
+    assert [found.step for found in list_complete(run)] == [6, 4]
     assert run.exists(f"{folder_of(8)}/__0_0.distcp")  # what is to be looked at is not thinned out
 
 
@@ -95,19 +95,19 @@ def test_what_does_not_verify_is_no_progress(place: Storage) -> None:
 
 def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(place: Storage) -> None:
     files = keep(place, pair(1), 4).files
-    first = open_storage(checkpoints.set_aside(place, folder_of(4), "a bit is wrong"))
-    assert committed(place) == []
+    first = open_storage(checkpoints.quarantine(place, folder_of(4), "a bit is wrong"))
+    assert list_complete(place) == []
     assert place.within("checkpoints").list() == []
     assert first.read("why.txt") == b"a bit is wrong\n"
     assert {(one.path, one.crc32c) for one in first.inventory()} >= {(one.path, one.crc32c) for one in files}
     keep(place, pair(2), 4)
-    assert checkpoints.set_aside(place, folder_of(4), "again") != first.address()
+    assert checkpoints.quarantine(place, folder_of(4), "again") != first.address()
 
 
 def test_a_folder_without_manifest_is_a_save_that_never_ended_and_goes_with_the_next(run: Storage) -> None:
     keep(run, pair(1), 4)
     publish_pair(run, pair(2), 8)
-    assert [found.step for found in committed(run)] == [4]
+    assert [found.step for found in list_complete(run)] == [4]
     keep(run, pair(2), 9)
     assert not Path(run.root, folder_of(8)).exists()
 
@@ -144,7 +144,7 @@ def test_the_newest_best_and_eternal_are_kept_alone(
 ) -> None:
     """The best of each number of evaluation windows: losses of different samples are not ranked."""
     manifests = [manifest_of(step, loss, evaluation_windows=windows) for step, (loss, windows) in losses.items()]
-    kept = checkpoints.retained(manifests, last=last, best=best, every=every)
+    kept = checkpoints.steps_to_keep(manifests, last=last, best=best, every=every)
     eternal = {step for step in losses if every is not None and step % every == 0}
     always = set(sorted(losses)[-last:]) | eternal
     assert always <= kept <= set(losses)
@@ -171,7 +171,7 @@ def test_resuming_executes_nothing_of_a_checkpoint_and_says_who_may_have_written
     seal(folder)
     training = training_of(finished_copy)
     with pytest.raises(DataError, match=r"names posix.mkdir for its reader to call.* look who may write there") as told:
-        resume(training, tell=print)
+        resume(training, on_warning=print)
     assert not marker.exists()
     assert str(folder) in str(told.value)
 

@@ -17,9 +17,9 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.metrics import COLUMNS, CSV_COLUMNS, curve, rows_of
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import commit, committed, folder_of
+from litgpt_demo.training.checkpoints import commit, folder_of, list_complete
 from litgpt_demo.training.loop import fit
-from litgpt_demo.training.reporting import Wandb, forget
+from litgpt_demo.training.reporting import Wandb, scrub_api_key
 
 KEY = "0123456789abcdef0123456789abcdef01234567"  # as long as theirs are
 
@@ -106,7 +106,7 @@ def test_a_resumed_step_has_no_loss_without_its_row(new_run: NewRun, bucket: Sto
     run, refuse = new_run("far"), FailureClass(on="upload", do="refuse", status=403, times=1)
     fit(training_of(run, bucket))
     bucket.remove(folder_of(12))
-    last = committed(bucket)[0]
+    last = list_complete(bucket)[0]
     commit(bucket, last.model_copy(update={"validation_loss": None}))
     kept = [line for line in bucket.read("metrics.jsonl").splitlines() if b'"evaluation"' not in line]
     bucket.write("metrics.jsonl", b"\n".join(kept))
@@ -114,7 +114,7 @@ def test_a_resumed_step_has_no_loss_without_its_row(new_run: NewRun, bucket: Sto
     training.model.register_forward_pre_hook(lambda *_: proxy.arm(refuse) if not training.model.training else None)
     with pytest.raises(UserError, match=r"metrics\.jsonl"):
         fit(training)
-    assert committed(bucket)[0].validation_loss is None
+    assert list_complete(bucket)[0].validation_loss is None
     proxy.arm()
     fit(training_of(run, bucket))
     made = rows_of(bucket.read("metrics.jsonl"))
@@ -131,7 +131,7 @@ def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Pat
     (logs / "other.log").write_text("a token: no key\n")
     (tmp_path / "latest").symlink_to(logs / "debug-internal.log")
     untouched = (logs / "other.log").stat().st_ino
-    forget(tmp_path, KEY)
+    scrub_api_key(tmp_path, KEY)
     assert (tmp_path / "latest").read_bytes() == b'{"msg": "[secure] Basic [secure]"}\r\n[secure]\xff'
     assert (logs / "debug-internal.log").stat().st_mode & 0o777 == 0o600
     assert (logs / "other.log").stat().st_ino == untouched

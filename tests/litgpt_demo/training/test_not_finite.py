@@ -23,9 +23,9 @@ from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 from litgpt_demo.training.loop import fit, scratch_of
-from litgpt_demo.training.saving import resume
+from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.setup import Training, open_data, set_up
 from litgpt_demo.training.step import train_step
 
@@ -58,7 +58,7 @@ def test_it_stops_with_the_windows_and_how_to_see_them(
     with pytest.raises(UserError, match="the loss of step 7 is nan") as stopped:
         fit(training)
     assert f"its samples are the windows {', '.join(map(str, samples))} of the training split" in str(stopped.value)
-    assert [found.step for found in committed(training.run)] == [4]
+    assert [found.step for found in list_complete(training.run)] == [4]
 
     command = re.search(r"`python -m litgpt_demo (.*?)`", str(stopped.value))
     capsys.readouterr()
@@ -77,7 +77,7 @@ def test_a_step_is_saved_after_its_loss_is_known(new_run: NewRun) -> None:
     poison(training, [numbers(training, 8)[3]], by=math.nan)
     with pytest.raises(UserError, match="the loss of step 8 is nan"):
         fit(training)
-    assert [found.step for found in committed(training.run)] == [4]
+    assert [found.step for found in list_complete(training.run)] == [4]
 
 
 @pytest.mark.parametrize(("bad", "loss"), [(2, {"by": math.nan}), (12, {"by": 1.0, "to": math.inf})])
@@ -121,7 +121,7 @@ def test_an_overflow_where_losses_are_scaled_is_no_failure_and_the_scale_is_resu
     norms = [float(row["grad_norm"]) for row in rows(Path(run.root), "step")]
     assert len(norms) == 12
     assert not all(map(math.isfinite, norms))
-    assert resume(again, tell=pytest.fail) == 12
+    assert resume(again, on_warning=pytest.fail) == 12
     assert again.scaler.state_dict() == training.scaler.state_dict()
     assert again.scaler.get_scale() < 2.0**40
     again.feed.close()

@@ -1,7 +1,7 @@
 """Saving next to the training: what is saved is the state at that moment, and an error costs one save, no training."""
 
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -23,12 +23,13 @@ from litgpt_demo import documents
 from litgpt_demo.errors import DataError, DiskFull, NetworkError, NodeError, TrainLitgptError, UserError
 from litgpt_demo.storage import LocalStorage, ObjectInfo, Storage, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
-from litgpt_demo.training import saving
+from litgpt_demo.training import resuming, saving
 from litgpt_demo.training.checkpoint_reader import load_checkpoint, training_state
-from litgpt_demo.training.checkpoints import committed, folder_of
+from litgpt_demo.training.checkpoints import folder_of, list_complete
 from litgpt_demo.training.ranks import Ranks
-from litgpt_demo.training.saving import Saved, Saver, resume
-from litgpt_demo.training.setup import Feed, Training
+from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.saving import Saver, SaveResult
+from litgpt_demo.training.setup import BatchLoader, Training
 from litgpt_demo.training.step import train_step
 
 NewTraining: TypeAlias = Callable[..., Training]
@@ -48,7 +49,7 @@ def new_training(new_run: Callable[..., Path]) -> Iterator[NewTraining]:
 
 
 def steps_kept(training: Training) -> list[int]:
-    return [found.step for found in committed(training.run)]
+    return [found.step for found in list_complete(training.run)]
 
 
 def whole(training: Training) -> Pair:
@@ -61,7 +62,7 @@ def left_in(training: Training) -> list[str]:
     return training.run.within("checkpoints").list() + [str(path) for path in scratch if path.suffix == ".distcp"]
 
 
-def silent(saved: Saved) -> None:
+def silent(saved: SaveResult) -> None:
     assert saved.warning is None, saved.warning
 
 
@@ -76,11 +77,11 @@ def test_saves_pin_one_block_of_the_states_bytes(
     monkeypatch.setattr(torch.cuda, "check_error", int)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
-    shards, trained = saving.Shards(Ranks(number=0, world=1), torch.device("cuda", 0)), pair(1)
+    shards, trained = saving.ShardWriter(Ranks(rank=0, world_size=1), torch.device("cuda", 0)), pair(1)
     state = training_state(*trained, {})
-    shards.agree(state)
+    shards.plan(state)
     for _ in range(2):
-        shards.copy(state, None)
+        shards.stage_to_host(state, None)
     copies = [copy for copy in shards._copies.values() if isinstance(copy, torch.Tensor)]
     size = sum(copy.nbytes for copy in copies)
     assert all(copy.untyped_storage().nbytes() == copy.nbytes for copy in copies), "written without another copy"
@@ -89,7 +90,7 @@ def test_saves_pin_one_block_of_the_states_bytes(
     shards.close()
     assert seen[1:] == [(start,)]
     cudart["cudaHostRegister"] = lambda *_: refusal
-    shards.copy(state, None)
+    shards.stage_to_host(state, None)
     shards.close()
     assert seen[2:] == [], "what was not pinned is not unpinned"
     assert capsys.readouterr().out.startswith("warning: saves are copied through pageable memory")
@@ -100,13 +101,13 @@ def test_threads_of_a_rank_work_on_its_device(new_training: NewTraining, monkeyp
     taken: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: taken.append((current_thread().name, device)))
     training, device = new_training(), torch.device("cuda", 3)
-    monkeypatch.setattr(saving, "Shards", lambda *_: SimpleNamespace(close=bool))
+    monkeypatch.setattr(saving, "ShardWriter", lambda *_: SimpleNamespace(close=bool))
     fabric = SimpleNamespace(device=device, world_size=1, global_rank=0)
-    feed = Feed(training.spec, training.data.train, device, rank=0)
-    with Saver(replace(training, fabric=cast(Fabric, fabric)), tell=silent) as saver, closing(feed):
+    feed = BatchLoader(training.spec, training.data.train, device, rank=0)
+    with Saver(replace(training, fabric=cast(Fabric, fabric)), on_result=silent) as saver, closing(feed):
         saver._thread.submit(str).result()
         with suppress(RuntimeError):  # where there is no GPU, nothing can be pinned for one
-            feed.take(0)
+            feed.get(0)
     assert taken == [("checkpoint_0", device), ("feed_0", device)]
 
 
@@ -122,7 +123,7 @@ def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: p
     training = stepped_by_hand(tmp_path, fabric, model, fabric.setup_optimizers(trained[1]))
     model(torch.randint(0, 64, (2, 32), device=device)).square().mean().backward()
     before = [tensor.clone() for tensor in tensors(*trained)]
-    with Saver(training, tell=silent) as saver:
+    with Saver(training, on_result=silent) as saver:
         saver.save(1, None)
         training.optimizer.param_groups[0]["lr"] = 0.5  # as the next step begins
         training.optimizer.step()
@@ -137,7 +138,7 @@ def test_a_training_goes_on_from_it_bit_for_bit_whatever_the_random_state_was(ne
     dropout(through), dropout(first)
     for number in range(4):
         train_step(through, number)
-    with Saver(first, tell=silent) as saver:
+    with Saver(first, on_result=silent) as saver:
         for number in range(2):
             train_step(first, number)
         saver.save(2, None)
@@ -145,7 +146,7 @@ def test_a_training_goes_on_from_it_bit_for_bit_whatever_the_random_state_was(ne
     torch.manual_seed(99)  # what another process would have
     second = new_training("run")
     dropout(second)
-    assert resume(second, tell=pytest.fail) == 2
+    assert resume(second, on_warning=pytest.fail) == 2
     for number in range(2, 4):
         train_step(second, number)
     assert same(whole(second), whole(through))
@@ -157,10 +158,10 @@ def dropout(training: Training) -> None:
 
 
 def test_each_save_waits_for_the_one_before_and_the_last_of_a_fall_is_committed(new_training: NewTraining) -> None:
-    training, told = new_training(keep_last=9), list[Saved]()
+    training, told = new_training(keep_last=9), list[SaveResult]()
 
     def fall() -> None:
-        with Saver(training, tell=told.append) as saver:
+        with Saver(training, on_result=told.append) as saver:
             for number in range(1, 5):
                 train_step(training, number)
                 saver.save(number, float(number))
@@ -169,7 +170,7 @@ def test_each_save_waits_for_the_one_before_and_the_last_of_a_fall_is_committed(
     with pytest.raises(ZeroDivisionError):
         fall()
     assert steps_kept(training) == [4, 3, 2, 1] == [saved.step for saved in reversed(told)]
-    for saved, manifest in zip(told, reversed(committed(training.run)), strict=True):
+    for saved, manifest in zip(told, reversed(list_complete(training.run)), strict=True):
         assert (saved.size, manifest.validation_loss) == (manifest.size, float(saved.step))
         assert saved.warning is None
 
@@ -184,8 +185,8 @@ def no_file_above(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: NewTraining) -> None:
-    training, told = new_training(), list[Saved]()
-    with Saver(training, tell=told.append) as saver:
+    training, told = new_training(), list[SaveResult]()
+    with Saver(training, on_result=told.append) as saver:
         train_step(training, 0)
         with no_file_above(10_000):
             saver.save(1, None)
@@ -194,11 +195,11 @@ def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: 
         assert left_in(training) == []
         train_step(training, 1)
         saver.save(2, None)
-    assert [saved.failed is None for saved in told] == [False, True]
+    assert [saved.error is None for saved in told] == [False, True]
     assert str(told[0].warning).startswith("the checkpoint of step 1 was not saved: ")
     assert f"older checkpoints are in {training.run.address('checkpoints')}" in str(told[0].warning)
     again = new_training()
-    assert resume(again, tell=pytest.fail) == 2
+    assert resume(again, on_warning=pytest.fail) == 2
     assert same(whole(again), whole(training))
 
 
@@ -214,8 +215,8 @@ class RottenDisk(LocalStorage):
 
 
 def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTraining, tmp_path: Path) -> None:
-    training, told = new_training(root=RottenDisk(str(tmp_path / "root")), keep_last=1, keep_best=0), list[Saved]()
-    with Saver(training, tell=told.append) as saver:
+    training, told = new_training(root=RottenDisk(str(tmp_path / "root")), keep_last=1, keep_best=0), list[SaveResult]()
+    with Saver(training, on_result=told.append) as saver:
         train_step(training, 0)
         saver.save(1, None)
         saver.finish()
@@ -230,8 +231,8 @@ def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTrain
 
 
 def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket: Storage, proxy: FaultyBucket) -> None:
-    training, told = new_training(root=bucket, keep_last=1, keep_best=0), list[Saved]()
-    with Saver(training, tell=told.append) as saver:
+    training, told = new_training(root=bucket, keep_last=1, keep_best=0), list[SaveResult]()
+    with Saver(training, on_result=told.append) as saver:
         train_step(training, 0)
         proxy.arm(FailureClass(on="upload", do="refuse", status=403, times=FOREVER))
         saver.save(1, None)
@@ -246,7 +247,7 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
         proxy.arm()
         saver.save(4, None)
     assert steps_kept(training) == [4]
-    assert [saved.failed is None for saved in told] == [False, True, True, True]
+    assert [saved.error is None for saved in told] == [False, True, True, True]
     assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
 
 
@@ -255,28 +256,28 @@ def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_trai
         return new_training("three", root=open_storage(root), keep_last=9)
 
     run = new().run
-    with Saver(new(), tell=silent) as saver:
+    with Saver(new(), on_result=silent) as saver:
         for number in (1, 2, 3):
             saver.save(number, None)
     manifest, shard = f"{folder_of(3)}/manifest.json", f"{folder_of(2)}/__0_0.distcp"
     run.write(manifest, run.read(manifest).replace(b'"tokens": 768', b'"tokens": 769'))
     run.write(shard, run.read(shard)[:-1])
     told: list[str] = []
-    assert resume(new(), tell=told.append) == 1
+    assert resume(new(), on_warning=told.append) == 1
     assert [line.partition(" ")[0] for line in told] == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
     assert f"{run.address(manifest)} is not as it was written: it says that its crc32c is " in told[0]
     assert "__0_0.distcp has " in told[1]
-    assert [found.step for found in committed(run)] == [1]
+    assert [found.step for found in list_complete(run)] == [1]
     assert run.exists("set-aside/step-00000002.1/__0_0.distcp")
-    assert resume(new(), tell=pytest.fail) == 1
+    assert resume(new(), on_warning=pytest.fail) == 1
     run.write(f"{folder_of(1)}/__0_0.distcp", b"something else")
     aside = run.address("set-aside")
     for _ in range(2):  # also when it is tried again
         with pytest.raises(DataError, match=rf"would begin at step 0; read why\.txt in each, .* or remove {aside}"):
-            resume(new(), tell=told.append)
+            resume(new(), on_warning=told.append)
     assert len(told) == 3
     run.remove("set-aside")
-    assert resume(last := new(), tell=pytest.fail) == 0  # training begins anew
+    assert resume(last := new(), on_warning=pytest.fail) == 0  # training begins anew
     assert not whole(last)[1].state  # and has counted no step
 
 
@@ -317,33 +318,34 @@ def test_sound_checkpoints_stay_where_a_machine_misreads(
 ) -> None:
     """Each of them would be set aside, one after the other, and the training begin at step 0."""
     training = new_training("three", root=open_storage(root), keep_last=9)
-    with Saver(training, tell=silent) as saver:
+    with Saver(training, on_result=silent) as saver:
         for number in (1, 2, 3):
             saver.save(number, None)
     with monkeypatch.context() as patch:
         misreading(patch, name)
         with pytest.raises(NodeError, match=r"this machine reads files of .* wrongly: .* run elsewhere"):
-            resume(training, tell=pytest.fail)
+            resume(training, on_warning=pytest.fail)
     assert steps_kept(training) == [3, 2, 1]
-    assert resume(training, tell=pytest.fail) == 3, "another machine goes on"
+    assert resume(training, on_warning=pytest.fail) == 3, "another machine goes on"
 
 
 class Elsewhere(Ranks):
     """The ranks of a training of which another one, on its own machine, reads wrongly what it brings."""
 
-    def together(self, action: Callable[[], Any], whole: Callable[[list[Any]], Any]) -> Any:
-        if isinstance(result := super().together(action, whole), list):
+    def gather_then_broadcast(self, action: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
+        result = super().gather_then_broadcast(action, combine)
+        if isinstance(result, list):
             return result
         raise NodeError("this machine reads files of gs://kept/run wrongly")
 
 
 def test_a_rank_blames_no_machine_but_the_one_that_misreads(new_training: NewTraining) -> None:
     training = new_training()
-    with Saver(training, tell=silent) as saver:
+    with Saver(training, on_result=silent) as saver:
         saver.save(1, None)
-    training.__dict__["ranks"] = Elsewhere(number=0, world=1)
+    training.__dict__["ranks"] = Elsewhere(rank=0, world_size=1)
     with pytest.raises(NetworkError, match="a rank on another machine has left: this machine reads files of gs"):
-        resume(training, tell=pytest.fail)
+        resume(training, on_warning=pytest.fail)
     assert steps_kept(training) == [1]
 
 
@@ -353,42 +355,34 @@ class RanksInThreads(Ranks):
 
     meeting: SimpleNamespace
 
-    def deal(self, action: Callable[[], Any], whole: Callable[[list[Any]], Sequence[Any]]) -> Any:
-        results, wait = self.meeting.results, self.meeting.barrier.wait
-        results[self.number] = self.outcome(action)
-        if self.number == 0 and self.meeting.first_has_read.is_set():
+    def _gather(self, result: object) -> list[Any]:
+        self.meeting.results[self.rank] = result
+        if self.rank == 0 and self.meeting.first_has_read.is_set():
             self.meeting.first_is_through.set()
-        wait()
-        if self.number == 0:
-            failed = [result for result in results if isinstance(result, Exception)]
-            made = failed[0] if failed else self.outcome(lambda: whole(list(results)))
-            results[:] = [made] * self.world if isinstance(made, Exception) else made
-        wait()
-        mine = results[self.number]
-        wait()
-        if isinstance(mine, Exception):
-            raise mine
-        return mine
+        self.meeting.barrier.wait()
+        return list(self.meeting.results)
 
-    def outcome(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except Exception as error:
-            return error
+    def _scatter(self, outcomes: list[Any]) -> Any:
+        if self.rank == 0:
+            self.meeting.results[:] = outcomes
+        self.meeting.barrier.wait()
+        outcome = self.meeting.results[self.rank]
+        self.meeting.barrier.wait()
+        return outcome
 
 
 def test_a_checkpoint_that_one_node_lacks_stays(finished_copy: Path, tmp_path: Path) -> None:
     """A node without the folder that all share finds nothing, however often it reads: the others judge."""
     meeting, trainings = SimpleNamespace(results=[None] * 2, barrier=Barrier(2), first_has_read=Event()), []
-    steps = [found.step for found in committed(open_storage(str(finished_copy)))]
+    steps = [found.step for found in list_complete(open_storage(str(finished_copy)))]
     for number, root in enumerate([finished_copy, tmp_path / "not mounted"]):
         own = replace(training_of(finished_copy), run=open_storage(str(root)), scratch=tmp_path / f"rank-{number}")
-        own.__dict__["ranks"] = RanksInThreads(number=number, world=2, meeting=meeting)
+        own.__dict__["ranks"] = RanksInThreads(rank=number, world_size=2, meeting=meeting)
         trainings.append(own)
 
     def resumed(training: Training) -> object:
         try:
-            return resume(training, tell=pytest.fail)
+            return resume(training, on_warning=pytest.fail)
         except TrainLitgptError as error:
             return type(error)
         except BaseException:
@@ -397,7 +391,7 @@ def test_a_checkpoint_that_one_node_lacks_stays(finished_copy: Path, tmp_path: P
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(resumed, trainings)] == [NetworkError, NodeError]
-    assert [found.step for found in committed(open_storage(str(finished_copy)))] == steps
+    assert [found.step for found in list_complete(open_storage(str(finished_copy)))] == steps
 
 
 @pytest.mark.parametrize(("nodes", "processes"), [(2, 1), (1, 2), (2, 2)])
@@ -415,8 +409,8 @@ def test_no_rank_removes_what_another_still_reads(
         own = training_of(finished_copy, bucket)
         fabric = SimpleNamespace(local_rank=number % processes, strategy=own.fabric.strategy)
         trainings.append(replace(own, fabric=fabric, scratch=tmp_path / f"rank-{number}"))
-        trainings[-1].__dict__["ranks"] = RanksInThreads(number=number, world=world, meeting=meeting)
-    load_checkpoint, folders = saving.load_checkpoint, set()
+        trainings[-1].__dict__["ranks"] = RanksInThreads(rank=number, world_size=world, meeting=meeting)
+    load_checkpoint, folders = resuming.load_checkpoint, set()
 
     def load(model: Any, optimizer: Any, folder: Path, **options: Any) -> Any:
         """Rank 0 reads first; the others begin to read when it has nothing more to do but to wait for them."""
@@ -431,7 +425,7 @@ def test_no_rank_removes_what_another_still_reads(
 
     def resume(training: Training) -> int:
         try:
-            return saving.resume(training, tell=pytest.fail)
+            return resuming.resume(training, on_warning=pytest.fail)
         except Exception:
             meeting.barrier.abort()
             raise
@@ -439,7 +433,7 @@ def test_no_rank_removes_what_another_still_reads(
             if training is trainings[0]:  # whoever does not wait for the others is through as well
                 meeting.first_is_through.set()
 
-    monkeypatch.setattr(saving, "load_checkpoint", load)
+    monkeypatch.setattr(resuming, "load_checkpoint", load)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
     with ThreadPoolExecutor(world) as pool:
         assert set(pool.map(resume, trainings)) == {12}

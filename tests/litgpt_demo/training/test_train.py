@@ -27,18 +27,18 @@ from litgpt_demo.config import ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
-from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits
+from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits_for_peers
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.node.environment import TIMES, NodeTimer
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import setup
 from litgpt_demo.training.checkpoint_reader import read_index
-from litgpt_demo.training.checkpoints import CheckpointManifest, commit, committed, folder_of, reached_end
+from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, list_complete, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reporting import PROFILES
-from litgpt_demo.training.step import Exchange, Passed
+from litgpt_demo.training.step import LocalStepStats, MetricReducer
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -48,18 +48,18 @@ def told(run: Path) -> list[dict[str, Any]]:
 
 
 def steps_kept(run: Path) -> list[int]:
-    return [found.step for found in committed(open_storage(str(run)))]
+    return [found.step for found in list_complete(open_storage(str(run)))]
 
 
 def losses_kept(run: Path) -> list[tuple[int, float | None, int | None]]:
     """Step, validation loss and its windows of each checkpoint that is kept."""
     return [
-        (found.step, found.validation_loss, found.evaluation_windows) for found in committed(open_storage(str(run)))
+        (found.step, found.validation_loss, found.evaluation_windows) for found in list_complete(open_storage(str(run)))
     ]
 
 
 def newest(run: Path) -> CheckpointManifest:
-    return committed(open_storage(str(run)))[0]
+    return list_complete(open_storage(str(run)))[0]
 
 
 def shards(run: Path) -> list[bytes]:
@@ -150,7 +150,7 @@ def test_sharded_gradients_are_summed_in_float32(precision: str, monkeypatch: py
     monkeypatch.setattr(setup, "fully_shard", lambda _, **options: policies.append(options["mp_policy"]))
     with torch.device("meta"):
         model = GPT(Config(n_layer=1, n_embd=32, n_head=2, padded_vocab_size=64))
-    setup._sharded(model, copies, train=TrainConfig.model_validate({"precision": precision}))
+    setup._apply_fsdp(model, copies, train=TrainConfig.model_validate({"precision": precision}))
     assert [policy.reduce_dtype for policy in policies] == [torch.float32] * 2
 
 
@@ -379,11 +379,11 @@ def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_do
     two: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
     asked = SimpleNamespace(wait=lambda: os.kill(os.getpid(), signal.SIGUSR1))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, async_op: asked)
-    exchange, one = Exchange(two), torch.ones(())
-    with Heartbeat(allow=60, environ={NODE_DIRECTORY: str(tmp_path)}) as heart:
+    exchange, one = MetricReducer(two), torch.ones(())
+    with Heartbeat(max_silence=60, environ={NODE_DIRECTORY: str(tmp_path)}) as heart:
         heart.beat(1, "training")
-        exchange.put(1, Passed(one, one, 0.0), leave=False, time_up=False)
-        exchange.take(keep=0)
-        assert [waits(beat) for beat in read_beats(tmp_path)] == [True]
-        Ranks(number=0, world=1).first(asked.wait)  # a share of its own, for which the others wait
-        assert [waits(beat) for beat in read_beats(tmp_path)] == [False]
+        exchange.submit(1, LocalStepStats(one, one, 0.0), leave=False, time_up=False)
+        exchange.collect(max_in_flight=0)
+        assert [waits_for_peers(beat) for beat in read_beats(tmp_path)] == [True]
+        Ranks(rank=0, world_size=1).run_on_rank_zero(asked.wait)  # a share of its own, for which the others wait
+        assert [waits_for_peers(beat) for beat in read_beats(tmp_path)] == [False]

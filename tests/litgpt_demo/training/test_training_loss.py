@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
 from litgpt_demo.models.model import LossGPT, projected_cross_entropy
-from litgpt_demo.training.setup import multiply_in_float8, prepare_blocks
+from litgpt_demo.training.setup import apply_float8_ac_compile, multiply_in_float8
 
 
 def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:
@@ -123,7 +123,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputing_changes_nothing(how: str) -> None:
     plain, other = model_with_loss(), model_with_loss()
-    prepare_blocks(other, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
+    apply_float8_ac_compile(other, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
     loss, gradients = loss_and_gradients(plain)
     again, same = loss_and_gradients(other)
     assert again == loss

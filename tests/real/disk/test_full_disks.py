@@ -12,7 +12,7 @@ from waiting import until
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 
 
 def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
@@ -26,7 +26,7 @@ def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
         return any("was not saved" in log.read_text() for log in attempt.rglob("stdout.log"))
 
     with started_nodes(attempt, "-m", "litgpt_demo", "train", "--run", str(run)) as (node,):
-        until(lambda: committed(storage) != [] or node.poll() is not None)
+        until(lambda: list_complete(storage) != [] or node.poll() is not None)
         ballast = small_disk / "ballast"
         ballast.write_bytes(b"\0" * shutil.disk_usage(small_disk).free)
         until(lambda: said_not_saved() or node.poll() is not None)
@@ -34,7 +34,7 @@ def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
         output, _ = node.communicate()
     assert node.returncode == 0, output
     assert "was not saved" in output
-    assert committed(storage)[0].step == 200
+    assert list_complete(storage)[0].step == 200
     steps = [row["step"] for row in rows_of((run / "metrics.jsonl").read_text()) if row["kind"] == "step"]
     assert steps == list(range(1, 201))
 

@@ -34,7 +34,7 @@ from launcher.runs.run import plan_run
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.node.agent import kill_by_env_marker, processes_with_env
 from litgpt_demo.runs import LITGPT, read_metrics
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 
 # Some seconds of two processors, with six checkpoints on the way. It trains nothing of use.
 TRAINING = {
@@ -200,7 +200,7 @@ class Scene:
     def result(self) -> tuple[str, tuple[int, ...]]:
         """Return what all drills have to end with."""
         weights = sha256(self.storage.read(f"{LITGPT}/lit_model.pth", most=1 << 34)).hexdigest()
-        return weights, tuple(checkpoint.step for checkpoint in committed(self.storage))
+        return weights, tuple(checkpoint.step for checkpoint in list_complete(self.storage))
 
     def require_promises(self, *told: str, attempts: tuple[int, ...] = (1,), kept: bool = False) -> None:
         """Hold the end of the run against the promises; Kubernetes keeps (`kept`) a finished job for `platform.ttl`."""

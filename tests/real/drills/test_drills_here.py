@@ -12,7 +12,7 @@ from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claime
 
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.node.agent import processes_with_env
-from litgpt_demo.training.checkpoints import committed, folder_of
+from litgpt_demo.training.checkpoints import folder_of, list_complete
 
 SUPERVISOR = "-m launcher.platforms.local.supervisor"
 AGAIN = "attempt 1 ended: .*node fault"
@@ -52,7 +52,7 @@ def test_after_a_power_cut_the_same_command_goes_on(scene: Scene) -> None:
 def test_a_spoilt_checkpoint_is_passed_over(scene: Scene) -> None:
     command = scene.run()
     scene.until(step(20))
-    newest = committed(scene.storage)[0]
+    newest = list_complete(scene.storage)[0]
     largest = max(newest.files, key=lambda record: record.size)
     path = f"{folder_of(newest.step)}/{largest.path}"
     content = bytearray(scene.storage.read(path))

@@ -16,7 +16,7 @@ from litgpt_demo.metrics import curve
 from litgpt_demo.node.gpu import check_gpus, check_used, torch_seen
 from litgpt_demo.node.network import NETWORK, NodeNetwork
 from litgpt_demo.node.network_test import read_result
-from litgpt_demo.training.setup import prepare_blocks
+from litgpt_demo.training.setup import apply_float8_ac_compile
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 
@@ -46,7 +46,7 @@ def test_float8_multiplies_on_gpus_that_can() -> None:
         pytest.skip("this GPU does not multiply in float8")
     plain, eighth = model_with_loss(128, "cuda"), model_with_loss(128, "cuda")
     train = TrainConfig(float8=True, compile="blocks", precision="bf16-mixed")
-    prepare_blocks(eighth, train, torch.device("cuda"))
+    apply_float8_ac_compile(eighth, train, torch.device("cuda"))
     with torch.autocast("cuda", torch.bfloat16):
         assert loss_and_gradients(eighth)[0] == pytest.approx(loss_and_gradients(plain)[0], rel=0.05)
 
@@ -72,7 +72,7 @@ torch.cuda.set_device(1)
 fabric = Fabric(accelerator="cuda", devices=[1])
 model, optimizer = pair(1, device="cuda:1")
 training = stepped_by_hand(Path(sys.argv[1]), fabric, fabric.setup_module(model), fabric.setup_optimizers(optimizer))
-with Saver(training, tell=print) as saver:
+with Saver(training, on_result=print) as saver:
     saver.save(1, None)
 print("contexts:", [torch._C._cuda_hasPrimaryContext(number) for number in range(2)])
 """

@@ -30,7 +30,7 @@ from launcher.yaml_files import read_yaml
 from litgpt_demo.node.agent import processes_with_env
 from litgpt_demo.runs import read_metrics
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import committed
+from litgpt_demo.training.checkpoints import list_complete
 
 pytestmark = pytest.mark.prefect
 
@@ -79,7 +79,7 @@ def test_a_run_leaves_before_its_budget_is_passed_and_goes_on_when_that_is_raise
     run = plan_run(config)
     with pytest.raises(JobFailed, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):
         run_again(config)
-    saved = committed(run.storage)[0]
+    saved = list_complete(run.storage)[0]
     spent = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage))
     assert saved.step > 0
     assert 95 < sum(spent.held.values()) < 140

@@ -7,14 +7,14 @@ import torch
 from states import loss_and_gradients, model_with_loss
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.training.setup import prepare_blocks
+from litgpt_demo.training.setup import apply_float8_ac_compile
 
 
 @pytest.mark.parametrize("settings", [{"compile": "blocks", "activation_checkpointing": "full"}, {"compile": "model"}])
 def test_compiling_changes_only_rounding_and_no_name(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # which the compiler sets
     compiled = model_with_loss()
-    prepare_blocks(compiled, TrainConfig(**settings), torch.device("cpu"))
+    apply_float8_ac_compile(compiled, TrainConfig(**settings), torch.device("cpu"))
     loss, gradients = loss_and_gradients(model_with_loss())
     again, alike = loss_and_gradients(compiled)
     assert again == pytest.approx(loss, rel=1e-5)

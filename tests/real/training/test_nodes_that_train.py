@@ -19,7 +19,7 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY, read_beats
 from litgpt_demo.metrics import curve
 from litgpt_demo.node.agent import processes_with_env
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import committed, folder_of
+from litgpt_demo.training.checkpoints import folder_of, list_complete
 
 
 def train_of(run: Path) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
     reports = [report_of(tmp_path / "first", number) for number in (0, 1)]
     assert [report["fault"] for report in reports] == [FailureClass.PREEMPTED] * 2
     assert [report["asked"] is not None for report in reports] == [False, True]
-    saved = committed(open_storage(str(taken)))[0].step
+    saved = list_complete(open_storage(str(taken)))[0].step
     assert 5 <= saved < 400
     for run, name in ((taken, "second"), (through, "other")):
         codes, said = ended_nodes(tmp_path / name, *train_of(run), nodes=2)
@@ -106,14 +106,14 @@ import json, resource, sys
 from pathlib import Path
 from states import training_of
 from litgpt_demo.errors import TrainLitgptError
-from litgpt_demo.training.saving import resume
+from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saver
 from litgpt_demo.training.step import train_step
 
 run, place = map(Path, sys.argv[1:])
 training = training_of(run)
 rank, told = training.fabric.global_rank, []
-with Saver(training, tell=told.append) as saver:
+with Saver(training, on_result=told.append) as saver:
     train_step(training, 0)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
@@ -130,7 +130,7 @@ if rank == 0:
     (place / "told.json").write_text(json.dumps([[saved.step, saved.warning] for saved in told]))
 else:
     assert told == []
-assert resume(training, tell=print) == 3
+assert resume(training, on_warning=print) == 3
 """
 
 
@@ -153,7 +153,7 @@ def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp
     (first, warning), last = json.loads((place / "told.json").read_text())
     assert (first, last) == (1, [3, None])
     assert "the checkpoint of step 1 was not saved" in warning
-    assert [found.step for found in committed(open_storage(str(run)))] == [3]
+    assert [found.step for found in list_complete(open_storage(str(run)))] == [3]
     assert not (run / folder_of(1)).exists()
 
 
