@@ -9,11 +9,11 @@ times are seconds since its node began, by a monotonic clock; the moments of two
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -76,40 +76,44 @@ def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
     ]
 
 
+@dataclass(frozen=True)
+class _Span:
+    """The time until a moment, and what it was spent on."""
+
+    until: float | None
+    """Seconds since the epoch. A span books nothing if its end is unknown or has passed."""
+    part: Part
+    nodes: int
+    """The number of machines that are held."""
+    within: Mapping[Part, float] = field(default_factory=dict)
+    """Seconds of other parts within it, which are booked first."""
+
+
 @dataclass(kw_only=True)
 class Ledger:
-    """Seconds of each part, and node-seconds in which machines were held for it."""
+    """Seconds and dollars of each part of a run."""
 
     seconds: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    held: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
     cost: dict[Part, float] = field(default_factory=lambda: defaultdict(float))
-    """Dollars of each part, at the price of the machines that each attempt had."""
+    """Dollars of each part, at the price of each attempt's machines."""
     process_seconds: float = 0.0
-    """Seconds in which GPUs were held, or processes where there are no GPUs."""
+    """Seconds in which GPUs were held, or processes if there are no GPUs."""
     price: RecordedPrice | None = None
     now: float = 0.0
     """The moment up to which everything is booked."""
-    nodes: int = 0
-    """Machines that are held at that moment."""
-    processes: int = 1
-    """The processes of each of them."""
-    usd_per_hour: float = 0.0
-    """The price of each of them."""
 
-    def until(self, moment: float | None, part: Part, within: Mapping[Part, float] | None = None) -> None:
-        """Book the time until `moment`: to `within` as much as it says and there is, the rest to `part`.
-
-        A moment that is not known, or has passed, books nothing.
-        """
-        left = 0.0 if moment is None else max(0.0, moment - self.now)
-        self.now += left
-        for each, seconds in (*(within or {}).items(), (part, left)):
-            taken = min(left, max(0.0, seconds))
-            self.seconds[each] += taken
-            self.held[each] += taken * self.nodes
-            self.cost[each] += taken * self.nodes * self.usd_per_hour / 3600
-            self.process_seconds += taken * self.nodes * self.processes
-            left -= taken
+    def book(self, span: _Span, *, processes: int, usd_per_hour: float) -> None:
+        """Book the time from now until the end of a span, on machines of so many processes and this price."""
+        if span.until is None or span.until <= self.now:
+            return
+        unbooked = span.until - self.now
+        self.now = span.until
+        for part, seconds in (*span.within.items(), (span.part, unbooked)):
+            booked = min(unbooked, max(0.0, seconds))
+            self.seconds[part] += booked
+            self.cost[part] += booked * span.nodes * usd_per_hour / 3600
+            self.process_seconds += booked * span.nodes * processes
+            unbooked -= booked
 
     @property
     def wall(self) -> float:
@@ -117,95 +121,121 @@ class Ledger:
 
     @property
     def usd(self) -> float:
-        """The dollars that all parts have cost."""
+        """The cost of all parts in dollars."""
         return sum(self.cost.values())
 
     @property
-    def spent(self) -> list[tuple[Part, float]]:
-        """The parts that took time, in their order."""
-        return [(part, seconds) for part in Part if (seconds := self.seconds.get(part, 0.0)) > 0]
-
-    @property
     def note(self) -> str:
-        known = "Wall time over all attempts; training is what counts, lost work what was trained again."
-        if (price := self.price) is None:
-            return known
+        note = "Wall time over all attempts; only training counts, and lost work was trained again."
+        if self.price is None:
+            return note
         return (
-            f"{known} Cost: the time in which machines were held, at ${price.usd:,.2f} an hour of {price.machine}, "
-            f"{price.source}; an attempt on other machines has their price."
+            f"{note} Cost: the time in which machines were held, at ${self.price.usd:,.2f} an hour of "
+            f"{self.price.machine}, {self.price.source}; an attempt on other machines has their price."
         )
 
     def rows(self) -> list[dict[str, str]]:
-        """The table, the sum last; parts that took no time are left out, and the cost where no price is known."""
-        parts = [(part.value, seconds, self.cost.get(part, 0.0)) for part, seconds in self.spent]
-        return [
-            {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
-            | ({"cost": f"${usd:,.2f}"} if self.price else {})
-            for name, seconds, usd in [*parts, ("wall time", self.wall, self.usd)]
-        ]
+        """Return the table, the sum last; parts that took no time are left out, and the cost if no price is known."""
+        parts = [(part.value, self.seconds[part], self.cost[part]) for part in Part if self.seconds.get(part, 0.0) > 0]
+        rows = []
+        for name, seconds, usd in [*parts, ("wall time", self.wall, self.usd)]:
+            row = {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}
+            if self.price is not None:
+                row["cost"] = f"${usd:,.2f}"
+            rows.append(row)
+        return rows
 
 
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
-    """The ledger of a run, from its attempts, the oldest first, and its metrics, as they were written.
+    """Return the ledger of a run, from its attempts, the oldest first, and its metrics, in the order of writing.
 
-    `price` is that of attempts whose platform this version cannot read; the others have their own.
+    `price` is the price of attempts whose platform this version cannot read; the others have their own.
     """
-    every, book = _lives(rows), Ledger(price=price, now=attempts[0].record.created if attempts else 0.0)
-    for attempt, next_one in zip(attempts, [*attempts[1:], None], strict=False):
-        record, end, reports = attempt.record, attempt.end, attempt.reports
-        lives = [life for life in every if life.start["attempt"] == record.attempt]
-        later = next((life for life in every if life.start["attempt"] > record.attempt), None)
-        scheduled, pulled, ended = (None, None, None) if end is None else (end.scheduled, end.pulled, end.ended)
-        reported = max((report.ended for report in reports), default=None)
-        asked = record.platform.get("nodes")
-        nodes = asked if isinstance(asked, int) else 1
-        processes = record.platform.get("processes")
-        book.processes = processes if isinstance(processes, int) else 1
-        book.usd_per_hour = _usd_per_hour(record, price)
-        beginning = Part.START if record.attempt == 1 else Part.RESTART
-        book.until(scheduled, Part.QUEUE)
-        book.nodes = nodes if scheduled is not None else 0
-        book.until(pulled, Part.PULL)
-        for life, following in zip(lives, [*lives[1:], later], strict=False):
-            book.until(life.started, beginning if pulled is not None else Part.UNKNOWN)
-            book.nodes = nodes
-            before = {Part.GATE: life.start.get("gate_seconds", 0.0), Part.STAGE: life.start.get("stage_seconds", 0.0)}
-            book.until(life.started + life.rows[0]["elapsed"], beginning, before)
-            # It stopped when its first rank fell, or the node of its first rank reported, or all of it was over.
-            own = [report for report in reports if report.started == life.started]
-            fell = [rank.time for report in own for rank in report.ranks if rank.time is not None]
-            inside = [moment for moment in (*fell, *(report.ended for report in own)) if moment >= life.last]
-            over = reported if ended is None else ended
-            stop = min(inside) if inside else over if life is lives[-1] else None
-            _book_training(book, life, stop, resumed=None if following is None else following.start["step"])
-            if stop is None and following is not None and life is not lives[-1]:
-                book.until(following.started, Part.UNKNOWN)  # lost or restarting: no report tells them apart
-            beginning = Part.RESTART
-        begun = {report.started: report for report in reports if report.started is not None}
-        if not lives and begun:  # no row of metrics tells of it, and a node's report does
-            first = begun[min(begun)]
-            book.until(first.started, beginning if pulled is not None else Part.UNKNOWN)
-            book.nodes = nodes
-            before = {Part.GATE: first.gate_seconds, Part.STAGE: first.stage_seconds}
-            # Whether its ranks trained is not known: a script writes no rows, and its machine may have taken them.
-            trained = later is None and any(row.get("kind") == "end" for row in rows)
-            never_began = first.exit_code != 0 and not first.ranks
-            ran = Part.COLLECTING if trained else Part.UNKNOWN
-            book.until(first.ended, beginning if never_began else ran, before)
-        elif not lives:
-            book.until(ended, Part.UNKNOWN)
-        ending = Part.START if next_one is None else Part.RESTART
-        book.until(reported, ending)
-        book.until(ended, ending)
-        if end is not None and ended is None:  # somebody looked later, and nothing says how much later
-            book.until(end.seen, Part.UNKNOWN)
-        book.nodes = 0
-        if next_one is not None:
-            # Who cancels a run, or starts it by a new command, made the time between the two.
-            cancelled = end is not None and end.state is JobState.CANCELLED
-            same = record.flow_run == next_one.record.flow_run
-            book.until(next_one.record.created, Part.RESTART if same and not cancelled else Part.STOPPED)
+    book = Ledger(price=price)
+    if attempts:
+        book.now = attempts[0].record.created
+    lives = _lives(rows)
+    for attempt, following in zip(attempts, [*attempts[1:], None], strict=False):
+        platform = attempt.record.platform
+        usd_per_hour = _usd_per_hour(attempt.record, price)
+        for span in _spans(attempt, following, lives, rows):
+            book.book(span, processes=_count(platform, "processes"), usd_per_hour=usd_per_hour)
     return book
+
+
+def _spans(
+    attempt: AttemptTimes, following: AttemptTimes | None, all_lives: Sequence[_Life], rows: Sequence[Row]
+) -> Iterator[_Span]:
+    """Yield the spans of an attempt in their order, up to the record of the following attempt."""
+    record, end, reports = attempt.record, attempt.end, attempt.reports
+    lives = [life for life in all_lives if life.start["attempt"] == record.attempt]
+    later = next((life for life in all_lives if life.start["attempt"] > record.attempt), None)
+    nodes = _count(record.platform, "nodes")
+    scheduled = pulled = ended = None
+    if end is not None:
+        scheduled, pulled, ended = end.scheduled, end.pulled, end.ended
+    reported = max((report.ended for report in reports), default=None)
+    beginning = Part.START if record.attempt == 1 else Part.RESTART
+    before_life = Part.UNKNOWN if pulled is None else beginning
+    held = nodes if scheduled is not None else 0
+    yield _Span(scheduled, Part.QUEUE, 0)
+    yield _Span(pulled, Part.PULL, held)
+
+    for life, next_life in zip(lives, [*lives[1:], later], strict=False):
+        yield _Span(life.started, before_life, held)
+        held = nodes
+        yield _Span(life.started + life.rows[0]["elapsed"], beginning, held, _before_first_step(life.start))
+        # A life stopped when its first rank fell, when the node of that rank reported, or when the attempt was over.
+        own = [report for report in reports if report.started == life.started]
+        moments = [rank.time for report in own for rank in report.ranks if rank.time is not None]
+        moments += [report.ended for report in own]
+        stopped = min((moment for moment in moments if moment >= life.last), default=None)
+        is_last = life is lives[-1]
+        if stopped is None and is_last:
+            stopped = reported if ended is None else ended
+        resumed = None if next_life is None else next_life.start["step"]
+        yield from _training_spans(life, stopped, held, resumed=resumed)
+        if stopped is None and next_life is not None and not is_last:
+            yield _Span(next_life.started, Part.UNKNOWN, held)  # lost or restarting: no report tells them apart
+        beginning = Part.RESTART
+        before_life = Part.UNKNOWN if pulled is None else beginning
+
+    started = [report for report in reports if report.started is not None]
+    if not lives and started:  # a script, or a job that collects, or a machine that took its rows with it
+        first = min(started, key=lambda report: report.started or 0.0)
+        yield _Span(first.started, before_life, held)
+        held = nodes
+        part = Part.UNKNOWN
+        if first.exit_code != 0 and not first.ranks:
+            part = beginning
+        elif later is None and any(row.get("kind") == "end" for row in rows):
+            part = Part.COLLECTING
+        within = {Part.GATE: first.gate_seconds, Part.STAGE: first.stage_seconds}
+        yield _Span(first.ended, part, held, within)
+    elif not lives:
+        yield _Span(ended, Part.UNKNOWN, held)
+
+    ending = Part.START if following is None else Part.RESTART
+    yield _Span(reported, ending, held)
+    yield _Span(ended, ending, held)
+    if end is not None and ended is None:  # the end was noticed later, and no record says how much later
+        yield _Span(end.seen, Part.UNKNOWN, held)
+    if following is not None:
+        # A cancellation, or a new command, made the time between the two attempts.
+        is_cancelled = end is not None and end.state is JobState.CANCELLED
+        is_same_command = record.flow_run == following.record.flow_run
+        part = Part.RESTART if is_same_command and not is_cancelled else Part.STOPPED
+        yield _Span(following.record.created, part, 0)
+
+
+def _count(platform: Mapping[str, Any], name: str) -> int:
+    """Return a number of a recorded platform section; 1 if it has none."""
+    value = platform.get(name)
+    return value if isinstance(value, int) else 1
+
+
+def _before_first_step(start: Row) -> dict[Part, float]:
+    return {Part.GATE: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)}
 
 
 def _usd_per_hour(record: AttemptRecord, price: RecordedPrice | None) -> float:
@@ -239,32 +269,29 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
     return [life for life in lives if life.rows and {"attempt", "node_started"} <= life.start.keys()]
 
 
-def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed: int | None) -> None:
-    """Book a life from its first step until it stopped; the next one, if there is one, `resumed` from that step."""
+def _training_spans(life: _Life, stopped: float | None, nodes: int, *, resumed: int | None) -> Iterator[_Span]:
+    """Yield the spans of a life from its first step until it stopped; the next life `resumed` from that step."""
     rows, first, last = life.rows, life.rows[0]["elapsed"], life.rows[-1]["elapsed"]
+    has_left = any(row["kind"] in {"end", "leave"} for row in rows)
     kept = last
-    if left := any(row["kind"] in {"end", "leave"} for row in rows):
-        # It came to the end of its work, or left it on purpose: behind its last step or evaluation is the last save.
+    if has_left:
+        # It came to the end of its work, or left on purpose: the last save follows the last step or evaluation.
         kept = max(row["elapsed"] for row in rows if row["kind"] not in {"checkpoint", "end"})
     elif resumed is not None:
-        # Until the state that the next one resumed from was there: a checkpoint of it was taken, or a row tells of it.
+        # Until the state that the next life resumed from: when its checkpoint was taken, or else its last row.
         saved = [row for row in rows if row["kind"] == "checkpoint" and row["step"] == resumed and "taken" in row]
-        told = [row["elapsed"] for row in rows if row["kind"] != "checkpoint" and row["step"] <= resumed]
         taken = [row["taken"] + row.get("seconds", 0.0) for row in saved]
-        kept = min(last, *(taken or [max(told, default=first)]))
+        if not taken:
+            steps_kept = [row["elapsed"] for row in rows if row["kind"] != "checkpoint" and row["step"] <= resumed]
+            taken = [max(steps_kept, default=first)]
+        kept = min(last, *taken)
     elif stopped is not None:
-        kept = max(last, stopped - life.started)  # it trained on after its last row, and nothing has shown it lost
-    # How much longer its first step took than a usual one.
-    part, within = Part.TRAINING, {Part.FIRST_STEP: 0.0, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
-    steps = [row for row in rows if row["kind"] == "step" and "step_seconds" in row]
-    if steps and "first_step_seconds" in steps[0]:
-        compiled, usual = steps[0]["first_step_seconds"], [row["step_seconds"] for row in steps[1:]]
-        if (more := steps[0]["step"] - life.start["step"] - 1) > 0:  # the first row is of several steps
-            usual.append(max(0.0, steps[0]["step_seconds"] * (more + 1) - compiled) / more)
-        if usual:
-            within[Part.FIRST_STEP] = max(0.0, compiled - median(usual))
-        else:  # a single step: how long a usual one takes is not known
-            part = Part.UNKNOWN
+        kept = max(last, stopped - life.started)  # it trained on after its last row, and no row shows that as lost
+    part = Part.TRAINING
+    first_step = _extra_of_first_step(life)
+    if first_step is None:
+        part, first_step = Part.UNKNOWN, 0.0
+    within = {Part.FIRST_STEP: first_step, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
     for row in rows:  # the training stood still
         seconds = row.get("seconds", 0.0)
         if row["kind"] == "evaluation" and row["elapsed"] <= kept:
@@ -272,8 +299,23 @@ def _book_training(book: Ledger, life: _Life, stopped: float | None, *, resumed:
         # The last save begins at the very end, and what comes after is its stall.
         if row["kind"] == "checkpoint" and row.get("taken", kept) < kept:
             within[Part.CHECKPOINT] += seconds
-    book.until(life.started + kept, part, within)
-    if left:
-        book.until(life.last, Part.CHECKPOINT)
+    yield _Span(life.started + kept, part, nodes, within)
+    if has_left:
+        yield _Span(life.last, Part.CHECKPOINT, nodes)
     elif resumed is not None:
-        book.until(stopped, Part.LOST)
+        yield _Span(stopped, Part.LOST, nodes)
+
+
+def _extra_of_first_step(life: _Life) -> float | None:
+    """Return how much longer the first step took than a usual step; None if no other step shows what is usual."""
+    steps = [row for row in life.rows if row["kind"] == "step" and "step_seconds" in row]
+    if not steps or "first_step_seconds" not in steps[0]:
+        return 0.0
+    compiled = float(steps[0]["first_step_seconds"])
+    usual = [row["step_seconds"] for row in steps[1:]]
+    further = steps[0]["step"] - life.start["step"] - 1  # steps that the first row is of, but the first one
+    if further > 0:
+        usual.append(max(0.0, steps[0]["step_seconds"] * (further + 1) - compiled) / further)
+    if not usual:
+        return None
+    return max(0.0, compiled - median(usual))
