@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from operator import mul
+from dataclasses import dataclass, field, replace
+from operator import itemgetter, mul
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from launcher.runs.search import Search
 
 _COLORS = ("blue", "orange", "green", "violet")
-_THEIRS = {"#e5e5e5": "none", "#ffffff": "var(--line)", "#555555": "var(--muted)", "#000000": "var(--muted)"}
-"""The colours of Optuna's pictures: grounds, frames, words, axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a trial, as far as it came."""
+    """The result of a trial so far."""
 
     trial: Trial
     run: str
@@ -60,22 +58,35 @@ class Outcome:
     """Why there is no model: the verdict, or where the trial was pruned."""
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """The sort key of a trial: first those with a loss, an infinite one too, by the first objective."""
-        loss, first = self.validation_loss, self.trial.objectives[:1]
+    def score(self) -> float | None:
+        """Return the value that trials are ranked by, the smaller the better; None if the trial has no model."""
+        loss = self.validation_loss
         if loss is None or math.isnan(loss):
-            return True, math.inf
-        return False, loss if first[0] == "validation_loss" else (self.values(first) or [math.inf])[0]
+            return None
+        first = self.trial.objectives[:1]
+        if first[0] == "validation_loss":
+            return loss
+        values = self.values(first)
+        return math.inf if values is None else values[0]
 
     def values(self, objectives: Sequence[Objective]) -> list[float] | None:
-        """Return the trial's objectives in their order, None where it has not all of them. What is better the larger it
-        is has the other sign."""
-        by_name = {name: -one.value if one.larger_is_better else one.value for name, one in self.scores.items()} | {
-            "validation_loss": self.validation_loss, "cost": self.usd,
-            "tokens_per_second": None if self.tokens_per_second is None else -self.tokens_per_second,
-        }  # fmt: skip
-        found = [value for name in objectives if (value := by_name.get(name)) is not None and math.isfinite(value)]
-        return found if len(found) == len(objectives) else None
+        """Return the trial's objectives in their order, each the smaller the better; None if one is missing."""
+        values = [self._value(name) for name in objectives]
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        return finite if len(finite) == len(objectives) else None
+
+    def _value(self, objective: Objective) -> float | None:
+        """Return one objective. If larger values are better, its sign is changed."""
+        if objective == "validation_loss":
+            return self.validation_loss
+        if objective == "cost":
+            return self.usd
+        if objective == "tokens_per_second":
+            return None if self.tokens_per_second is None else -self.tokens_per_second
+        score = self.scores.get(objective)
+        if score is None:
+            return None
+        return -score.value if score.larger_is_better else score.value
 
 
 def outcome_of(
@@ -88,44 +99,67 @@ def outcome_of(
         final: the manifest of its model.
     """
     rows = read_metrics(run.storage)
-    far, price = summary(rows), read_document(run.storage).price if times else None
+    progress = summary(rows)
+    price = read_document(run.storage).price if times else None
     book = ledger(times, rows, price)
-    asked = [name for name in trial.objectives if name.startswith("evaluation.")]
-    made = None if final is None or not asked else found_scores(run.storage, final, trial.config.evaluation)
-    there = {} if made is None else made.objectives
-    if made is not None and (missing := [name for name in asked if name not in there]):
-        ended = f"there is no score {', '.join(missing)}; there are {', '.join(there)}"
+    wanted = [name for name in trial.objectives if name.startswith("evaluation.")]
+    scores: Mapping[str, Score] = {}
+    if final is not None and wanted:
+        evaluation = found_scores(run.storage, final, trial.config.evaluation)
+        if evaluation is not None:
+            scores = evaluation.objectives
+            missing = [name for name in wanted if name not in scores]
+            if missing:
+                ended = f"there is no score {', '.join(missing)}; there are {', '.join(scores)}"
     return Outcome(
-        trial=trial, run=run.name, validation_loss=None if final is None else final.validation_loss, ended=ended,
-        scores={name: there[name] for name in asked if name in there},
-        tokens_per_second=far.tokens_per_second, mfu=far.mfu,
-        usd=None if price is None else book.usd, hours=book.process_seconds / 3600,
-        seconds=book.wall, losses=curve(rows, "evaluation", "validation_loss"), link=run.storage.address(REPORT),
-    )  # fmt: skip
+        trial=trial,
+        run=run.name,
+        validation_loss=None if final is None else final.validation_loss,
+        ended=ended,
+        scores={name: scores[name] for name in wanted if name in scores},
+        tokens_per_second=progress.tokens_per_second,
+        mfu=progress.mfu,
+        usd=None if price is None else book.usd,
+        hours=book.process_seconds / 3600,
+        seconds=book.wall,
+        losses=curve(rows, "evaluation", "validation_loss"),
+        link=run.storage.address(REPORT),
+    )
+
+
+def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return the outcomes, the best first; those without a score are last, in their order."""
+    every = list(outcomes)
+    scored = [(outcome.score, outcome) for outcome in every if outcome.score is not None]
+    scored.sort(key=itemgetter(0))
+    return [outcome for _, outcome in scored] + [outcome for outcome in every if outcome.score is None]
 
 
 def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
     """Return a row for each trial, the best first."""
-    return [
-        {
-            **{name: setting_text(value) for name, value in one.trial.changes.items()},  # best.yaml has all digits
-            "validation loss": "" if one.validation_loss is None else f"{one.validation_loss:.4f}",
-            **{name: str(one.scores.get(name, "")) for name in one.trial.objectives if name.startswith("evaluation.")},
-            "tokens/s": "" if one.tokens_per_second is None else f"{one.tokens_per_second:,.0f}",
-            "MFU": "" if one.mfu is None else share_text(one.mfu),
-            "cost": "" if one.usd is None else f"${one.usd:,.2f}",
-            "duration": duration_text(one.seconds) if one.seconds else "",
-            "run": one.run,
-            "ended": shorten(one.ended.partition("\n")[0], 90, placeholder=" …"),  # the run's verdict has all of it
-        }
-        for one in sorted(outcomes, key=lambda one: one.rank)
-    ]
+    return [_row(outcome) for outcome in ranked(outcomes)]
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    scores = [name for name in outcome.trial.objectives if name.startswith("evaluation.")]
+    loss, pace, mfu, usd = outcome.validation_loss, outcome.tokens_per_second, outcome.mfu, outcome.usd
+    return {
+        **{name: setting_text(value) for name, value in outcome.trial.changes.items()},  # best.yaml has all digits
+        "validation loss": "" if loss is None else f"{loss:.4f}",
+        **{name: str(outcome.scores.get(name, "")) for name in scores},
+        "tokens/s": "" if pace is None else f"{pace:,.0f}",
+        "MFU": "" if mfu is None else share_text(mfu),
+        "cost": "" if usd is None else f"${usd:,.2f}",
+        "duration": duration_text(outcome.seconds) if outcome.seconds else "",
+        "run": outcome.run,
+        "ended": shorten(outcome.ended.partition("\n")[0], 90, placeholder=" …"),  # the run's verdict has all of it
+    }
 
 
 def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
-    """Return the best trial's whole config, ready for `train-litgpt run`; None where none has a model."""
-    best = min(outcomes, key=lambda one: one.rank, default=None)
-    if best is None or best.rank >= (False, math.inf):
+    """Return the best trial's whole config, ready for `train-litgpt run`; None if no trial has a usable model."""
+    best = next(iter(ranked(outcomes)), None)
+    if best is None or best.score is None or best.score == math.inf:
         return None
     scores = "".join(f"{name} {score}, " for name, score in best.scores.items())
     heading = f"# {scores}validation loss {best.validation_loss:.4f}, run {best.run}\n"
@@ -135,72 +169,67 @@ def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
 
 def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
     """Return one page that needs nothing but itself: the table, all curves, and Optuna's pictures of the search."""
-    best = sorted(outcomes, key=lambda one: one.rank)
-    lines = [
-        Line(points=one.losses, color=(*_COLORS, "muted")[min(number, 4)], marked=True, faint=number > 3,
-             label=f"{one.run.rpartition('-')[2]}  {loss_text(one.validation_loss)}" if number < 4 else "")
-        for number, one in enumerate(best) if one.losses
-    ]  # fmt: skip
+    best = ranked(outcomes)
+    lines = []
+    for number, outcome in enumerate(best):
+        if not outcome.losses:
+            continue
+        line = Line(points=outcome.losses, color="muted", marked=True, faint=True)
+        if number < len(_COLORS):  # the others are a background without names
+            label = f"{outcome.run.rpartition('-')[2]}  {loss_text(outcome.validation_loss)}"
+            line = replace(line, color=_COLORS[number], label=label, faint=False)
+        lines.append(line)
     curves = Chart(name="trials", title="Validation loss of all trials", y_text="{:g}".format, lines=lines)
     unbeaten = [search.changes[number] for number in search.front] if len(search.objectives) > 1 else []
-    scores = [pair for one in outcomes for pair in one.scores.items()]
-    larger = {"tokens_per_second", *(name for name, score in scores if score.larger_is_better)}
+    larger = {"tokens_per_second"}
+    for outcome in outcomes:
+        larger.update(name for name, score in outcome.scores.items() if score.larger_is_better)
     return template("sweep.html").render(
         title=name,
         rows=table(best),
-        links={one.run: one.link for one in outcomes},
+        links={outcome.run: outcome.link for outcome in outcomes},
         curves=curves if lines else None,
         pictures=pictures(search, larger),
-        front=table(one for one in best if one.trial.changes in unbeaten),
+        front=table(outcome for outcome in best if outcome.trial.changes in unbeaten),
     )
 
 
 def pictures(search: Search, larger: Collection[str]) -> list[tuple[str, str]]:
-    """Return Optuna's pictures, each a caption and an SVG element; those that need more trials are left out. The
-    objectives in `larger` are better the larger they are."""
-    if (study := search.study) is None:
+    """Return Optuna's pictures, each a caption and an SVG element; pictures that need more trials are left out.
+
+    Larger values of the objectives in `larger` are better.
+    """
+    study = search.study
+    if study is None:
         return []
     import matplotlib.pyplot as plt
-    from matplotlib.colors import LinearSegmentedColormap
     from optuna.importance import PedAnovaImportanceEvaluator
-    from optuna.visualization import matplotlib as drawn
+    from optuna.visualization import matplotlib as visualization
 
     plt.switch_backend("agg")  # there may be no screen, and this may not be the main thread
     names = [name.replace("_", " ") for name in search.objectives]
     signs = [-1.0 if name in larger else 1.0 for name in search.objectives]
-    wanted: dict[str, Callable[[], Any]] = {
-        "Importance of the settings": lambda: drawn.plot_param_importances(
+    drawings: dict[str, Callable[[], Any]] = {
+        "Importance of the settings": lambda: visualization.plot_param_importances(
             study, evaluator=PedAnovaImportanceEvaluator(), target=lambda trial: trial.values[0], target_name=names[0]
-        ).set(xlabel=f"share in what changes the {names[0]}", ylabel=""),
-        "All trials, a line each": lambda: drawn.plot_parallel_coordinate(
+        ),
+        "All trials, a line each": lambda: visualization.plot_parallel_coordinate(
             study, target=lambda trial: signs[0] * trial.values[0], target_name=names[0]
         ),
     }
     if len(names) > 1:
-        wanted["Not beaten in every objective"] = lambda: drawn.plot_pareto_front(
+        drawings["Not beaten in every objective"] = lambda: visualization.plot_pareto_front(
             study, targets=lambda trial: list(map(mul, signs, trial.values)), target_names=names
-        ).yaxis.set_major_formatter("{x:,.10g}")
-    made, scale = [], LinearSegmentedColormap.from_list("trials", ["#2563eb", "#d97706"])
-    for number, (caption, draw) in enumerate(wanted.items()):
-        # That its pictures may change, and what its importances mean, Optuna would tell on the terminal.
+        )
+    pictures = []
+    for number, (caption, draw) in enumerate(drawings.items()):
+        # Optuna would warn on the terminal that its pictures may change, and how it estimates importances.
         with SETTINGS, plt.rc_context(), warnings.catch_warnings(action="ignore"):
             try:
                 draw()
             except (RuntimeError, ValueError):  # too few trials, or all alike
                 continue
-            figure = plt.gcf()
-            figure.set_size_inches(10, 4.2)
-            for axes in figure.axes:
-                axes.grid(visible=False)
-                for place in ("left", "center"):  # the caption says it
-                    axes.set_title("", loc=place)
-                for lines in axes.collections:
-                    lines.set_cmap(scale)  # both ends are seen on white and on black
-            text = element(figure, name=f"search-{number}", title=caption, bbox_inches="tight")
+            plt.gcf().set_size_inches(10, 4.2)
+            pictures.append((caption, element(plt.gcf(), name=f"search-{number}", title=caption, bbox_inches="tight")))
             plt.close("all")
-        for theirs, ours in _THEIRS.items():
-            text = text.replace(theirs, ours)
-        for setting in next(iter(search.changes.values())):
-            text = text.replace(f">{setting}<", f">{setting.rpartition('.')[2]}<")
-        made.append((caption, text))
-    return made
+    return pictures
