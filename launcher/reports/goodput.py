@@ -318,4 +318,4 @@ def _extra_of_first_step(life: _Life) -> float | None:
         usual.append(max(0.0, steps[0]["step_seconds"] * (further + 1) - compiled) / further)
     if not usual:
         return None
-    return max(0.0, compiled - median(usual))
+    return max(0.0, compiled - float(median(usual)))

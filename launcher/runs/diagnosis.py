@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from signal import Signals
@@ -113,9 +113,9 @@ _SEVERITY = (
     FailureClass.NETWORK,
 )
 
-# Seconds that a platform lets the nodes end by themselves after one has failed, before it asks them to leave (5 in
-# launcher.platforms.local.supervisor, PEER_GRACE). A node that is asked later than this is not preempted.
-_ALONE = 4.0
+# A platform lets the nodes end by themselves after one has failed, and then asks them to leave (after 5 s in
+# launcher.platforms.local.supervisor, PEER_GRACE). A node that ended later than this was not preempted.
+_PEER_GRACE_SECONDS = 4.0
 
 # The driver's errors that mean the GPU, its memory or its links, by https://docs.nvidia.com/deploy/xid-errors/: 48, 63,
 # 64, 94 and 95 memory, 54 power, 62, 119 and 120 its own processors, 74 NVLink, 79 off the bus, 110, 140 and 143
@@ -128,207 +128,244 @@ _HARDWARE = re.compile(
 )
 _KILLED_FOR_MEMORY = re.compile(r"Killed process|oom-kill:|for want of memory")
 
-# torch 2.13, ProcessGroupNCCL.cpp: said by a rank's watchdog when it gives up, and when another's has.
+# torch 2.13, ProcessGroupNCCL.cpp: a rank's watchdog prints it when it gives up, or when another's has given up.
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d{1,18})", re.IGNORECASE)
 # torch 2.13, ProcessGroupGloo.cpp, monitoredBarrier.
 _BARRED = re.compile(r"Ranks? (\d{1,6}) failed to pass monitoredBarrier")
 
 
-class Part(IntEnum):
-    """The part that a node has in the end of a job; the lowest explains the others."""
+class Role(IntEnum):
+    """The role of a node in the end of a job; the lowest explains the others."""
 
     CAUSE = 0
     BLAMED = 1
     """Others lost it or gave up waiting, and it complained of nothing."""
     WAITED = 2
     LOST_PEER = 3
-    ASKED = 4
-    """It was asked to leave after another had failed."""
+    ASKED_TO_LEAVE = 4
+    """It left after another node had failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Suspect(Verdict):
+class RootCauseCandidate(Verdict):
     node: int
-    part: Part = Part.CAUSE
+    role: Role = Role.CAUSE
     ended: float = -math.inf
-    """Seconds since the epoch; minus infinity where it left no report, for then it may have been the first."""
+    """Seconds since the epoch; minus infinity if it left no report, for then it may have been the first."""
     began: float = math.inf
-    """Seconds since the epoch, where the first is the cause of the others: when its rank fell silent, or when it was
+    """Seconds since the epoch, if the first is the cause of the others: when its rank fell silent, or when it was
     asked to leave."""
     hardware: bool = False
     """True if its kernel reported a broken GPU, link or memory."""
     terminated: bool = False
-    """A SIGTERM ended it, and it could say nothing: as the pods of a job whose first one has failed."""
+    """True if SIGTERM ended it without a report, as it ends the pods of a job whose first pod has failed."""
 
     @property
     def order(self) -> tuple[int, float, float, int]:
-        # A broken machine explains what hangs and is taken away, and no mistake in a program.
-        severity = _SEVERITY.index(FailureClass.PREEMPTED) - 0.5 if self.hardware else _SEVERITY.index(self.fault)
-        return self.part, severity, self.began, self.node
+        severity: float = _SEVERITY.index(self.fault)
+        if self.hardware:  # a broken machine explains hangs and preemptions, but no mistake in a program
+            severity = _SEVERITY.index(FailureClass.PREEMPTED) - 0.5
+        return self.role, severity, self.began, self.node
 
 
 def diagnose(
     status: JobStatus, reports: Iterable[NodeReport], tail: Iterable[LogLine], *, logs: str, nodes: int | None = None
 ) -> Verdict:
-    """The verdict on an attempt that failed.
+    """Return the verdict on an attempt that failed.
 
     Args:
-        reports: `node_reports` of the attempt; nodes that were killed left none.
-        tail: the last log lines, shown where nothing better is known.
-        nodes: the nodes of the job, where they are known; one that left nothing at all is suspected too.
+        reports: `node_reports` of the attempt; killed nodes left none.
+        tail: the last log lines, which are the evidence if there is no other.
+        nodes: the number of nodes, if it is known. A node without any trace is a candidate too.
     """
-    # A node that was evicted could say of its end that it was asked to leave at the most.
-    told = [report for report in reports if report.node not in status.evictions]
-    bad = [report for report in told if report.exit_code != 0]
-    known = {report.node for report in told}
-    suspects = [_reported(report) for report in bad]
-    suspects += [
+    # The report of an evicted node says at most that the node was asked to leave.
+    usable = [report for report in reports if report.node not in status.evictions]
+    failed = [report for report in usable if report.exit_code != 0]
+    known = {report.node for report in usable}
+    candidates = [_reported(report) for report in failed]
+    candidates += [
         _killed(node, code, status.evictions.get(node, ""))
         for node, code in status.exit_codes.items()
         if code != 0 and node not in known
     ]
-    if not suspects:  # none is known to have ended badly: the platform's words, and the last lines of the logs
-        fault, lines = fault_of_exception(status.native), [str(line) for line in tail][-15:]
-        no_output = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
-        evidence = "\n".join([f"{status.native}; last lines:", *lines]) if lines else no_output
-        # A job that ended without any word is taken for one whose machine died.
-        return Verdict(
-            fault=FailureClass.NODE if fault is FailureClass.UNKNOWN else fault, evidence=Cleaner()(evidence), logs=logs
-        )
+    if not candidates:
+        return _without_traces(status, tail, logs)
     nothing = "the node left neither a report nor an exit code"  # its machine is gone, or it never began
-    missing = set(range(nodes or 0)) - known - status.exit_codes.keys()
-    suspects += [_Suspect(fault=FailureClass.NODE, node=node, evidence=nothing, part=Part.BLAMED) for node in missing]
-    first = min(one.ended for one in suspects)
-    failed = any(one.part is Part.CAUSE and not one.terminated for one in suspects)
-    for place, one in enumerate(suspects):
-        # It left only after another had ended, and so was asked to.
-        if (one.fault is FailureClass.PREEMPTED and one.ended > first + _ALONE) or (one.terminated and failed):
-            suspects[place] = replace(one, part=Part.ASKED)
-    suspects += _blamed(bad, suspects)
-    done = [report for report in told if report.exit_code == 0]
-    if all(one.part is Part.LOST_PEER for one in suspects) and len(done) == 1:
-        words = "its program came to its end with exit code 0 while the others still needed it"
-        evidence = f"{words}: {suspects[0].evidence.splitlines()[0]}"
-        suspects.append(_Suspect(fault=FailureClass.USER, node=done[0].node, evidence=evidence, host=done[0].host))
-    cause = min(suspects, key=lambda one: one.order)
-    rivals = {one.node for one in suspects if one.part <= Part.BLAMED} - {cause.node}
-    clear = cause.part <= Part.BLAMED and not rivals and not cause.terminated
-    # The platform knows the machine better, and knows it of a node that left no report.
+    for node in set(range(nodes or 0)) - known - status.exit_codes.keys():
+        candidates.append(RootCauseCandidate(fault=FailureClass.NODE, node=node, evidence=nothing, role=Role.BLAMED))
+    first = min(candidate.ended for candidate in candidates)
+    has_cause = any(candidate.role is Role.CAUSE and not candidate.terminated for candidate in candidates)
+    for place, candidate in enumerate(candidates):
+        # A node that left only after another had ended was asked to leave.
+        left_later = candidate.fault is FailureClass.PREEMPTED and candidate.ended > first + _PEER_GRACE_SECONDS
+        if left_later or (candidate.terminated and has_cause):
+            candidates[place] = replace(candidate, role=Role.ASKED_TO_LEAVE)
+    waited = [candidate for candidate in candidates if candidate.role is Role.WAITED]
+    if waited:
+        straggler = _find_straggler(failed, candidates)
+        if straggler is not None:
+            complaint = f"the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
+            candidates.append(replace(straggler, evidence=f"{straggler.evidence}; {complaint}"))
+    finished = [report for report in usable if report.exit_code == 0]
+    if all(candidate.role is Role.LOST_PEER for candidate in candidates) and len(finished) == 1:
+        early = "its program came to its end with exit code 0 while the others still needed it"
+        evidence = f"{early}: {candidates[0].evidence.splitlines()[0]}"
+        [report] = finished
+        candidates.append(
+            RootCauseCandidate(fault=FailureClass.USER, node=report.node, evidence=evidence, host=report.host)
+        )
+    cause = min(candidates, key=lambda candidate: candidate.order)
+    rivals = {candidate.node for candidate in candidates if candidate.role <= Role.BLAMED} - {cause.node}
+    is_clear = cause.role <= Role.BLAMED and not rivals and not cause.terminated
+    # The platform knows the machine better, and also that of a node that left no report.
     host = status.hosts.get(cause.node) or cause.host
-    return replace(cause, clear=clear, host=host, evidence=Cleaner()(cause.evidence), logs=logs)
+    return replace(cause, clear=is_clear, host=host, evidence=Cleaner()(cause.evidence), logs=logs)
 
 
-def _reported(report: NodeReport) -> _Suspect:
+def _without_traces(status: JobStatus, tail: Iterable[LogLine], logs: str) -> Verdict:
+    """Return the verdict on an attempt of which no node is known to have failed: by the platform and the last lines."""
+    fault = fault_of_exception(status.native)
+    if fault is FailureClass.UNKNOWN:  # most probably its machine died
+        fault = FailureClass.NODE
+    lines = [str(line) for line in tail][-15:]
+    evidence = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
+    if lines:
+        evidence = "\n".join([f"{status.native}; last lines:", *lines])
+    return Verdict(fault=fault, evidence=Cleaner()(evidence), logs=logs)
+
+
+# The classes that a kernel's report of broken hardware, or of a process killed for memory, explains better.
+_EXPLAINED_BY_HARDWARE = {
+    FailureClass.USER, FailureClass.UNKNOWN, FailureClass.NODE, FailureClass.NETWORK, FailureClass.HANG
+}  # fmt: skip
+
+
+def _reported(report: NodeReport) -> RootCauseCandidate:
     fault = report.fault or fault_of_exit_code(report.exit_code)
     cause = report.ranks[0] if report.ranks else RankReport()
-    # What the node's kernel said may tell more of the class.
     kernel = [trace.text for trace in report.traces if trace.source in {"kernel", "memory"}]
     broken = [line for line in kernel if _HARDWARE.search(line)]
     short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
-    killed = cause.exit_code == -Signals.SIGKILL or "is killed by signal: Killed" in cause.message
-    telling: list[str] = []
-    if broken and fault in {
-        FailureClass.USER,
-        FailureClass.UNKNOWN,
-        FailureClass.NODE,
-        FailureClass.NETWORK,
-        FailureClass.HANG,
-    }:
-        fault, telling = FailureClass.NODE, broken
-    elif short and (
-        fault is FailureClass.OUT_OF_MEMORY or (killed and fault in {FailureClass.NODE, FailureClass.UNKNOWN})
-    ):
-        fault, telling = FailureClass.OUT_OF_MEMORY, short
-    words, lines = cause.message or report.message or f"ended with {_ending(report.exit_code)}", cause.traceback
-    # Where a rank left because it was asked to is no news; nor is where an error of ours was raised, which says it all.
-    if fault is FailureClass.PREEMPTED or f"litgpt_demo.errors.{words.partition(chr(10))[0]}" in lines:
-        lines = ()
-    began = {FailureClass.HANG: cause.time, FailureClass.PREEMPTED: report.asked}.get(fault)
-    if cause.held:  # asked for its stacks it went on, and so did those that waited for it
+    was_killed = cause.exit_code == -Signals.SIGKILL or "is killed by signal: Killed" in cause.message
+    is_hardware = bool(broken) and fault in _EXPLAINED_BY_HARDWARE
+    explained: list[str] = []
+    if is_hardware:
+        fault, explained = FailureClass.NODE, broken
+    elif short and fault is FailureClass.OUT_OF_MEMORY:
+        explained = short
+    elif short and was_killed and fault in {FailureClass.NODE, FailureClass.UNKNOWN}:
+        fault, explained = FailureClass.OUT_OF_MEMORY, short
+    message = cause.message or report.message or f"ended with {_ending(report.exit_code)}"
+    traceback = cause.traceback
+    # The traceback of a rank that was asked to leave, or of an error of ours, says nothing more than its message.
+    if fault is FailureClass.PREEMPTED or f"litgpt_demo.errors.{message.partition(chr(10))[0]}" in traceback:
+        traceback = ()
+    evidence = "\n    ".join([message, *explained, *traceback])
+    role, began, step = Role.CAUSE, None, None
+    if fault is FailureClass.NETWORK:
+        role = Role.LOST_PEER
+    elif fault is FailureClass.HANG:
+        began = cause.time
+        if cause.waits:
+            role = Role.WAITED
+    elif fault is FailureClass.PREEMPTED:
+        began = report.asked
+    elif fault is FailureClass.NODE and not explained and is_gpu_error(evidence):
+        step = cause.step
+    if cause.held:  # it continued when its stacks were requested, and so did the ranks that waited for it
         began = -math.inf
-    part = Part.LOST_PEER if fault is FailureClass.NETWORK else Part.CAUSE
-    if fault is FailureClass.HANG and cause.waits:
-        part = Part.WAITED
-    evidence = "\n    ".join([words, *telling, *lines])
-    return _Suspect(
+    return RootCauseCandidate(
         fault=fault,
         node=report.node,
         rank=cause.rank,
-        step=cause.step if fault is FailureClass.NODE and not telling and is_gpu_error(evidence) else None,
+        step=step,
         evidence=evidence,
-        part=part,
+        role=role,
         ended=report.ended,
         began=math.inf if began is None else began,
-        hardware=telling is broken,
+        hardware=is_hardware,
         host=report.host,
     )
 
 
-def _killed(node: int, code: int, eviction: str) -> _Suspect:
-    """A node that could not tell how it ended. One that was evicted comes before those that ended with it."""
+def _killed(node: int, code: int, eviction: str) -> RootCauseCandidate:
+    """Return the candidate of a node without a report. An evicted node comes before those that ended with it."""
     fault = fault_of_exit_code(code)
-    evidence = eviction or f"the node's process ended with {_ending(code)}"
-    if fault is FailureClass.OUT_OF_MEMORY and not eviction:  # torch's own would have been reported
+    role = Role.LOST_PEER if fault is FailureClass.NETWORK else Role.CAUSE
+    if eviction:
+        return RootCauseCandidate(fault=fault, node=node, evidence=eviction, role=role, began=-math.inf)
+    evidence = f"the node's process ended with {_ending(code)}"
+    if fault is FailureClass.OUT_OF_MEMORY:  # torch's own would have been reported
         evidence += (
             ": killed for its machine's or pod's memory, not its GPUs'; raise platform.memory if that is the limit"
         )
-    part = Part.LOST_PEER if fault is FailureClass.NETWORK else Part.CAUSE
-    began = -math.inf if eviction else math.inf
-    terminated = code == -Signals.SIGTERM and not eviction
-    return _Suspect(fault=fault, node=node, evidence=evidence, part=part, began=began, terminated=terminated)
+    is_terminated = code == -Signals.SIGTERM
+    return RootCauseCandidate(fault=fault, node=node, evidence=evidence, role=role, terminated=is_terminated)
 
 
 def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _blamed(reports: Sequence[NodeReport], suspects: Sequence[_Suspect]) -> Iterator[_Suspect]:
-    """Yield the rank that others gave up waiting for, where what they say tells which one it was.
+def _find_straggler(
+    reports: Sequence[NodeReport], candidates: Sequence[RootCauseCandidate]
+) -> RootCauseCandidate | None:
+    """Return the rank or node that others gave up waiting for, if the traces name one. The first rule that fits counts.
 
-    NCCL's watchdogs number what each rank has begun: the one that came least far is the one. A barrier names it. Else
-    it is the one rank, or one node, that complained of nothing while it was there.
+    NCCL's watchdogs number the collectives that each rank has begun, and a monitored barrier names the rank. Without
+    either, it is the only rank, or the only node, that complained of nothing.
     """
-    waited = [suspect for suspect in suspects if suspect.part is Part.WAITED]
-    if not waited:
-        return
-    where: dict[int, int] = {}  # the node of each rank that a report speaks of
-    quiet: list[int] = []  # the ranks that were ended because of others, and had said nothing
-    begun: dict[int, int] = {}  # by rank, how many collectives
-    barred: dict[int, str] = {}  # the ranks that a monitored barrier names, and its words
+    node_of: dict[int, int] = {}  # of each rank that a report mentions
+    quiet: list[int] = []  # ranks that were ended because of others, without a message
+    collectives: dict[int, int] = {}  # by rank, the number that it had begun
+    barred: dict[int, str] = {}  # by rank, the message of the barrier that names it
     for report in reports:
-        silent = (one.rank for one in report.ranks if one.exit_code == -Signals.SIGTERM and not one.message)
-        spoken = [*(one.rank for one in report.ranks), *(one.rank for one in report.traces)]
-        quiet += [*report.stopped, *(rank for rank in silent if rank is not None)]
-        where |= {rank: report.node for rank in (*report.stopped, *spoken) if rank is not None}
+        quiet += report.stopped
+        node_of.update(dict.fromkeys(report.stopped, report.node))
+        texts = []
+        for failure in report.ranks:
+            texts.append(failure.message)
+            if failure.rank is not None:
+                node_of[failure.rank] = report.node
+                if failure.exit_code == -Signals.SIGTERM and not failure.message:
+                    quiet.append(failure.rank)
         for trace in report.traces:
-            if trace.rank is not None and (found := _ENQUEUED.search(trace.text)):
-                begun[trace.rank] = int(found[1])
-        for words in (*(one.message for one in report.ranks), *(trace.text for trace in report.traces)):
-            if found := _BARRED.search(words):
-                barred[int(found[1])] = found[0]
-    least = sorted(begun, key=begun.__getitem__)[:2]
-    killed = [suspect for suspect in suspects if suspect.part is Part.CAUSE and suspect.ended == -math.inf]
-    there = {where[rank] for rank in quiet}
-    node: int | None = None
-    rank: int | None = None
-    if len(least) == 2 and begun[least[0]] != begun[least[1]]:
-        rank = least[0]
-        why = f"it had begun {begun[rank]} collectives, and each other rank at least {begun[least[1]]}"
-    elif len(barred) == 1:
-        [(rank, why)] = barred.items()
-    elif any(suspect.part is Part.BLAMED for suspect in suspects):
-        return  # a node that left nothing at all is the likelier cause
-    elif killed:
-        if len(killed) > 1 or killed[0].fault is not FailureClass.NODE:
-            return
-        # A process that dies closes its connections; this one let the others wait, until it was killed for it.
-        node, why = killed[0].node, killed[0].evidence
-    elif len(quiet) == 1:
-        rank, why = quiet[0], "it was stopped without a word"
-    elif len(there) == 1:
-        node, why = there.pop(), "its ranks were stopped without a word"
-    node = node if rank is None else where.get(rank)
-    if node is not None:
-        evidence = f"{why}; the others waited for it until they gave up: {waited[0].evidence.splitlines()[0]}"
+            texts.append(trace.text)
+            enqueued = _ENQUEUED.search(trace.text)
+            if trace.rank is not None:
+                node_of[trace.rank] = report.node
+                if enqueued:
+                    collectives[trace.rank] = int(enqueued[1])
+        for match in filter(None, map(_BARRED.search, texts)):
+            barred[int(match[1])] = match[0]
+
+    def blamed(node: int | None, rank: int | None, reason: str) -> RootCauseCandidate | None:
+        if node is None:
+            return None
         host = next((report.host for report in reports if report.node == node), "")
-        yield _Suspect(fault=FailureClass.HANG, node=node, rank=rank, evidence=evidence, part=Part.BLAMED, host=host)
+        return RootCauseCandidate(
+            fault=FailureClass.HANG, node=node, rank=rank, evidence=reason, role=Role.BLAMED, host=host
+        )
+
+    slowest = sorted(collectives, key=collectives.__getitem__)[:2]
+    if len(slowest) == 2 and collectives[slowest[0]] != collectives[slowest[1]]:
+        rank, next_slowest = slowest
+        reason = f"it had begun {collectives[rank]} collectives, and each other rank at least "
+        return blamed(node_of.get(rank), rank, f"{reason}{collectives[next_slowest]}")
+    if len(barred) == 1:
+        [(rank, reason)] = barred.items()
+        return blamed(node_of.get(rank), rank, reason)
+    if any(candidate.role is Role.BLAMED for candidate in candidates):
+        return None  # a node that left nothing at all is the likelier cause
+    killed = [candidate for candidate in candidates if candidate.role is Role.CAUSE and candidate.ended == -math.inf]
+    if len(killed) == 1 and killed[0].fault is FailureClass.NODE:
+        # A process that dies closes its connections; this one let the others wait, until it was killed for it.
+        return blamed(killed[0].node, None, killed[0].evidence)
+    if killed:
+        return None
+    if len(quiet) == 1:
+        return blamed(node_of[quiet[0]], quiet[0], "it was stopped without a message")
+    quiet_nodes = {node_of[rank] for rank in quiet}
+    if len(quiet_nodes) == 1:
+        return blamed(quiet_nodes.pop(), None, "its ranks were stopped without a message")
+    return None

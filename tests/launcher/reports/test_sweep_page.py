@@ -78,9 +78,7 @@ def test_page_has_a_row_for_each_trial_and_pictures(page: Callable[..., str]) ->
     ids = [word for picture in pictures[1:] for word in re.findall(r'\bid="([^"]+)"', picture)]
     assert len(ids) == len(set(ids))
     assert made.count("report.html") == 12
-    assert 0 < made.count("the loss is &lt;nan&gt;") < 5, (
-        "the reason is one line"
-    )
+    assert 0 < made.count("the loss is &lt;nan&gt;") < 5, "the reason is one line"
 
 
 def test_pareto_front_has_a_table_of_its_own(page: Callable[..., str]) -> None:
