@@ -1,5 +1,7 @@
-"""Run:ai as a platform. What pods print and how they end is read from the run's directory, which outlives them: neither
-the REST API nor, after a while, the command line has it.
+"""Run:ai as a platform.
+
+The output and the ends of pods are read from the run's directory, which outlives them. The REST API has neither, and
+the command line forgets them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _LEAVE = 180.0  # seconds that pods have to go when a job is cancelled
 
 # REST and CLI v2: phases of the API (docs.nvidia.com/run-ai, workloads). CLI v1: the STATUS column, which shows what a
 # pod waits for as well (https://docs.run.ai/developer/researcher-rest-api/rest-list-jobs/).
-_WORDS = {
+_PHASES = {
     JobState.PENDING: "Creating Initializing Resuming Pending ContainerCreating ImagePullBackOff ErrImagePull",
     # Degraded: some pods fail, and the operator has not ended the others yet.
     JobState.RUNNING: "Running Updating Degraded Stopping Deleting Terminating",
@@ -40,19 +42,21 @@ _WORDS = {
     JobState.CANCELLED: "Stopped",
     JobState.ABSENT: "Deleted",
 }
+_STATES = {phase: state for state, phases in _PHASES.items() for phase in phases.split()}
 
 
 def state_of(phase: str | None) -> JobState:
-    """Return where a workload is in our words. One without a documented word is UNKNOWN, which stops nothing."""
+    """Return the state of a workload by its phase. An undocumented phase is UNKNOWN, which stops nothing."""
     if phase is None:
         return JobState.ABSENT
-    return next((state for state, words in _WORDS.items() if phase in words.split()), JobState.UNKNOWN)
+    return _STATES.get(phase, JobState.UNKNOWN)
 
 
 Api: TypeAlias = Cli | Rest
-"""A way to reach Run:ai. Its `submit` asks once, and leaves a workload of that name as it is: PlatformRefused says that
-none was made, PlatformUnreachable that nobody knows. Its `trouble` is the code of the finding that such an error is.
-`phase` is Run:ai's word, None where there is no such workload; for `delete`, already gone is success."""
+"""A client of Run:ai. `submit` sends one request, and leaves an existing workload of that name unchanged. It raises
+PlatformRefused if no workload was made, and PlatformUnreachable if that is not known. `phase` returns Run:ai's word, or
+None without such a workload. `delete` succeeds if the workload is already gone. `error_code` is the code of a finding
+that is made of an error."""
 
 
 class RunaiPlatform:
@@ -89,7 +93,7 @@ class RunaiPlatform:
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         directory = WorkloadReference.of(submission.job_id).directory
-        volumes = [one.path for one in self._settings.claims]
+        volumes = [claim.path for claim in self._settings.claims]
         if not is_remote(directory) and not any(map(PurePosixPath(directory).is_relative_to, volumes)):
             what = f"the root's folder {directory} is on no volume that pods mount (platform.claims: {volumes})"
             fix = "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here"
@@ -102,8 +106,13 @@ class RunaiPlatform:
         try:
             self._api.check_access(submission.body["sent"])
         except errors.LauncherError as error:
-            codes = {errors.NotInstalled: "no-cli", errors.LoginProblem: "login", errors.ConfigProblem: "project"}
-            code = next((code for kind, code in codes.items() if isinstance(error, kind)), self._api.error_code)
+            code = self._api.error_code
+            if isinstance(error, errors.NotInstalled):
+                code = "no-cli"
+            elif isinstance(error, errors.LoginProblem):
+                code = "login"
+            elif isinstance(error, errors.ConfigProblem):
+                code = "project"
             yield finding_of(error, f"runai.{code}")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
@@ -133,37 +142,36 @@ class RunaiPlatform:
         return WorkloadReference(settings.project, attempt_name, settings.nodes, directory).is_named(job_id)
 
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
-        """Submit, and where nobody knows what came of it, look for the workload before it is submitted again.
+        """Submit the workload. If a submission was not answered, look for the workload before submitting it again.
 
-        A name is taken once only, so that a workload that is made and not listed yet is not made twice.
+        Run:ai accepts a name only once, so that a workload which is not listed yet is not made twice.
         """
-        unheard: PlatformUnreachable | None = None
+        unanswered: PlatformUnreachable | None = None
         give_up_at = time.monotonic() + self.give_up_after
         for pause in self.pauses:
             try:
-                if unheard is not None and self._api.phase(name) is not None:
+                if unanswered is not None and self._api.phase(name) is not None:
                     return
                 self._api.submit(sent)
                 return
             except PlatformUnreachable as error:
-                unheard = error
+                unanswered = error
                 if time.monotonic() + pause > give_up_at:
                     break
                 time.sleep(pause)
-            except PlatformRefused:  # or words like one's, or for want of the room that the unheard one has taken
+            except PlatformRefused:  # perhaps only because the unanswered submission has taken the name or the quota
                 if self._api.phase(name) is None:
                     raise
                 return
         if self._api.phase(name) is None:
-            raise PlatformUnreachable(
-                f"{unheard}; whether {name} is made is not known. The same command takes it up, or submits it again"
-            ) from unheard
+            what = f"{unanswered}; it is not known whether {name} exists"
+            raise PlatformUnreachable(f"{what}. The same command reattaches to it, or submits it again") from unanswered
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return what Run:ai says; when it has forgotten the job, what the run's directory says.
+        """Return Run:ai's state of the job. For a workload that Run:ai has forgotten, the run's directory has the end.
 
-        Run:ai calls a training ended when its master is, or the first pod that fails: the others are given a moment,
-        once, for what they leave is how the end is explained.
+        For Run:ai, a training ends with its master or with the first pod that fails. The other pods then get a moment,
+        once, to leave the reports that explain the end.
         """
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
@@ -175,7 +183,7 @@ class RunaiPlatform:
         codes = exit_codes(attempt, nodes=reference.nodes, patience=patience)
         if state is not JobState.ABSENT:
             self._settled.add(job_id)
-        # It was deleted: by us, or after its end. One that never was left nothing.
+        # The workload was cancelled by us, was deleted after its end, or has never existed.
         elif attempt.exists(CANCELLED):
             state, native = JobState.CANCELLED, "deleted"
         elif len(codes) < reference.nodes:
@@ -187,7 +195,7 @@ class RunaiPlatform:
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         reference = WorkloadReference.of(job_id)
-        # Asked before reading: what an ended job leaves unfinished is a line too.
+        # Before reading: the last line of an ended job counts without a line break.
         ended = not state_of(self._api.phase(reference.name)).is_live
         return page_of(open_storage(reference.directory), reference.nodes, position, ended=ended)
 
@@ -197,9 +205,9 @@ class RunaiPlatform:
             open_storage(reference.directory).write(CANCELLED, json.dumps({"cancelled": time.time()}).encode())
         deadline = time.monotonic() + _LEAVE
         self._api.delete(reference.name)
-        while (left := self._api.phase(reference.name)) is not None:
+        while (phase := self._api.phase(reference.name)) is not None:
             if time.monotonic() > deadline:
-                what = f"{reference.name} is still {left} {_LEAVE:.0f} s after it was deleted"
+                what = f"{reference.name} is still {phase} {_LEAVE:.0f} s after it was deleted"
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(1.0)
 

@@ -51,8 +51,8 @@ _GRANTS: tuple[Callable[[Credentials], dict[str, str]], ...] = (
 
 class Rest:
     def __init__(self, settings: RunaiPlatformConfig, environ: Mapping[str, str], *, pause: float = 1.0) -> None:
-        """Take the credentials from `environ`; `pause` is how many seconds later a request that nobody answered is sent
-        again, each time twice as long."""
+        """Take the credentials from `environ`. The pause before a request is repeated begins with `pause` seconds, and
+        doubles each time."""
         self._settings, self._pause = settings, pause
         self._client = protected_client(base_url=settings.url or "", timeout=_TIMEOUT)
         # A function, because a traceback may show the attributes of an object.
@@ -73,49 +73,65 @@ class Rest:
     def submit(self, sent: Mapping[str, Any]) -> None:
         project, cluster = self._ids
         training = {**sent["json"], "projectId": project, "clusterId": cluster}
-        self._ask("POST", TRAININGS, tries=1, unless=httpx.codes.CONFLICT, json=training)
+        self._ask("POST", TRAININGS, tries=1, ignore_status=httpx.codes.CONFLICT, json=training)
 
     def phase(self, name: str) -> str | None:
-        found = self._find(name)
-        return None if found is None else str(found.get("phase") or found.get("actualPhase") or "Unknown")
+        workload = self._find(name)
+        if workload is None:
+            return None
+        return str(workload.get("phase") or workload.get("actualPhase") or "Unknown")
 
     def delete(self, name: str) -> None:
-        if (found := self._find(name)) is not None:
-            self._ask("DELETE", f"{TRAININGS}/{found['id']}", unless=httpx.codes.NOT_FOUND)
+        workload = self._find(name)
+        if workload is not None:
+            self._ask("DELETE", f"{TRAININGS}/{workload['id']}", ignore_status=httpx.codes.NOT_FOUND)
 
     def _find(self, name: str) -> Mapping[str, Any] | None:
-        # Filters match more than they say, so all is compared here.
         project, _ = self._ids
         filters = [f"name=={name}", f"projectId=={project}"]
-        found = self._ask("GET", WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500})
-        alike: list[Mapping[str, Any]] = found.get("workloads") or []
-        mine = [one for one in alike if one.get("name") == name and str(one.get("projectId")) == project]
-        return next((one for one in mine if one.get("phase") != "Deleted"), None)
+        listed = self._ask("GET", WORKLOADS, params={"filterBy": filters, "deleted": "false", "limit": 500})
+        workloads: list[Mapping[str, Any]] = listed.get("workloads") or []
+        for workload in workloads:
+            # The server's filters match similar values too.
+            exact = workload.get("name") == name and str(workload.get("projectId")) == project
+            if exact and workload.get("phase") != "Deleted":
+                return workload
+        return None
 
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        wanted, where = self._settings.project, self._settings.cluster
-        found = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
-        mine = [one for one in found.get("projects") or [] if one.get("name") == wanted]
-        projects = {str(one.get("clusterId")): str(one["id"]) for one in mine}
+        """Return the ids of the project and its cluster."""
+        wanted, wanted_cluster = self._settings.project, self._settings.cluster
+        listed = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
+        projects = {  # by the id of their cluster
+            str(project.get("clusterId")): str(project["id"])
+            for project in listed.get("projects") or []
+            if project.get("name") == wanted
+        }
         if not projects:
             what = f"platform.project={wanted} is no project that this application may see"
             raise ConfigProblem(what, fix="give its name as Run:ai shows it, or get the application a role in it")
         names = {cluster: cluster for cluster in projects}
-        if where is not None:
-            found = self._ask("GET", CLUSTERS)
-            clusters = found if isinstance(found, list) else found.get("clusters") or []
-            names |= {str(one.get("uuid") or one.get("id")): str(one.get("name")) for one in clusters}
-        here = [cluster for cluster in projects if where in {None, cluster, names[cluster]}]
-        if len(here) != 1:
-            what = f"platform.cluster={where} is not the one cluster of platform.project={wanted}"
+        if wanted_cluster is not None:
+            clusters = self._ask("GET", CLUSTERS)
+            if not isinstance(clusters, list):
+                clusters = clusters.get("clusters") or []
+            names |= {str(cluster.get("uuid") or cluster.get("id")): str(cluster.get("name")) for cluster in clusters}
+        matching = [cluster for cluster in projects if wanted_cluster in {None, cluster, names[cluster]}]
+        if len(matching) != 1:
+            what = f"platform.cluster={wanted_cluster} is not the one cluster of platform.project={wanted}"
             raise ConfigProblem(f"{what}; there are: {', '.join(sorted(names[cluster] for cluster in projects))}")
-        return projects[here[0]], here[0]
+        return projects[matching[0]], matching[0]
 
-    # Secrets are in no variable from here on, since a traceback may show those.
-    def _ask(self, method: str, path: str, *, tries: int = _TRIES, unless: int | None = None, **content: Any) -> Any:
-        """The document of the answer to one request with a valid token; `unless` is the status of a refusal that is
-        none, after which there is no document. A token that the server has ended before its time is renewed once."""
+    # No variable from here on holds a secret, because a traceback may show variables.
+    def _ask(
+        self, method: str, path: str, *, tries: int = _TRIES, ignore_status: int | None = None, **content: Any
+    ) -> Any:
+        """Send one request with a valid token and return the document of its answer.
+
+        A refusal with `ignore_status` counts as success without a document. A token that the server has ended early is
+        renewed once.
+        """
         for _ in range(2):
             if time.monotonic() > self._until - _EARLY:
                 self._log_in()
@@ -128,11 +144,13 @@ class Rest:
             self._until = 0.0
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             fix = "get the application of platform.credentials a role that may create trainings, as ML engineer"
-            raise LoginProblem(f"{method} {path} is refused ({answer.status_code}: {self._words(answer)})", fix=fix)
-        if answer.status_code == unless or (answer.is_success and method == "DELETE"):
+            raise LoginProblem(
+                f"{method} {path} is refused ({answer.status_code}: {self._message_of(answer)})", fix=fix
+            )
+        if answer.status_code == ignore_status or (answer.is_success and method == "DELETE"):
             return None
         if not answer.is_success:
-            what = f"{method} {path} is refused ({answer.status_code}): {self._words(answer)}"
+            what = f"{method} {path} is refused ({answer.status_code}): {self._message_of(answer)}"
             raise PlatformRefused(what, fix="fix what it names in the platform section")
         try:
             return answer.json()
@@ -142,13 +160,15 @@ class Rest:
 
     def _log_in(self) -> None:
         name = self._settings.credentials
-        if (known := self._credentials()) is None:
+        credentials = self._credentials()
+        if credentials is None:
             fix = f"export {name}_CLIENT_ID and {name}_CLIENT_SECRET of an application, or take platform.api=cli"
             raise NoCredentials(f"there are no credentials for {self._settings.url}", fix=fix)
         for grant in self._grants:
-            answer = self._send(self._client.build_request("POST", TOKEN, json=grant(known)))
+            answer = self._send(self._client.build_request("POST", TOKEN, json=grant(credentials)))
             status = answer.status_code
-            if status == httpx.codes.OK and (granted := Grant.read(answer.content)):
+            granted = Grant.read(answer.content) if status == httpx.codes.OK else None
+            if granted:
                 self._grants, self._token = (grant,), granted.token
                 self._until = time.monotonic() + (granted.expires or 300 + _EARLY)
                 return
@@ -160,7 +180,7 @@ class Rest:
         raise LoginProblem(what, fix=fix)
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
-        # Again where nobody answers: what looks or deletes is safe to repeat.
+        """Send a request, and repeat it if nobody answers: queries and deletions are safe to repeat."""
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(tries):
             if number:
@@ -171,38 +191,43 @@ class Rest:
                 problem = f"{type(error).__name__}: {self._without_secrets(str(error))}"
                 continue
             if answer.has_redirect_location:
-                there = origin_of(answer.headers["location"]) or "another path"
-                what = f"{what} is redirected to {there} ({answer.status_code}), where credentials are not sent unasked"
+                target = origin_of(answer.headers["location"]) or "another path"
+                what = (
+                    f"{what} is redirected to {target} ({answer.status_code}), where credentials are not sent unasked"
+                )
                 raise PlatformRefused(what, fix="write the control plane's own address in platform.url")
             if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
-            problem = f"{answer.status_code}: {self._words(answer)}"
+            problem = f"{answer.status_code}: {self._message_of(answer)}"
         raise PlatformUnreachable(f"{what}: {problem}", fix="see that this machine reaches platform.url")
 
-    def _words(self, answer: httpx.Response) -> str:
-        """Return what the server says, but nothing of what it says to a request for a token, which held the secret."""
+    def _message_of(self, answer: httpx.Response) -> str:
+        """Return the server's message, except for a request for a token, whose answer may repeat the secret."""
         if answer.request.url.path == TOKEN:
             return answer.reason_phrase
         try:
-            told = answer.json()
+            document = answer.json()
         except ValueError:
-            told = answer.text
-        if isinstance(told, Mapping):
-            told = "; ".join(str(told[key]) for key in ("message", "details", "error") if told.get(key)) or told
-        return self._without_secrets(str(told))[:300]
+            document = answer.text
+        parts = []
+        if isinstance(document, Mapping):
+            parts = [str(document[key]) for key in ("message", "details", "error") if document.get(key)]
+        return self._without_secrets("; ".join(parts) or str(document))[:300]
 
     def _without_secrets(self, text: str) -> str:
-        known = None
-        with suppress(LoginProblem):  # their file is gone since; the text is what is to be told
-            known = self._credentials()
-        return redacted(text, self._token.get_secret_value(), known.client_secret if known else "")
+        secrets = [self._token.get_secret_value()]
+        with suppress(LoginProblem):  # the file of the credentials has disappeared
+            credentials = self._credentials()
+            if credentials is not None:
+                secrets.append(credentials.client_secret)
+        return redacted(text, *secrets)
 
 
 def body(work: Workload) -> dict[str, Any]:
-    """A distributed training as the API has it. The server splits `args` at blanks, of which our words have none."""
+    """Return a distributed training for the API. The server splits `args` at blanks, and no argument has one."""
     settings, job = work.settings, work.job
     variables: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in work.variables.items()]
-    # Which machine a pod is on, for verdicts.
+    # The machine of a pod, for diagnoses.
     variables.append({"name": "LITGPT_HOST", "podFieldRef": {"path": "spec.nodeName"}})
     for name, entry in settings.secrets.items():
         secret, _, key = entry.partition("/")
@@ -212,9 +237,12 @@ def body(work: Workload) -> dict[str, Any]:
     if 0 < settings.gpus < 1:
         gpus |= {"gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
     extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
-    pvc = [{"path": one.path, "existingPvc": True, "claimName": one.name, "readOnly": False} for one in settings.claims]
-    # Without a uid pods are the image's user, which is 1000 in ours. Whether that is root is not demanded: Kubernetes
-    # refuses images whose user has a name for it.
+    claims = [
+        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
+        for claim in settings.claims
+    ]
+    # Without a uid pods run as the image's user, which is 1000 in our images. runAsNonRoot is not set then, because
+    # Kubernetes refuses it for images whose user has a name.
     user = drop_empty(uidGidSource=settings.run_as_user and "fromIdpToken")
     if settings.uid is not None:
         user = {
@@ -241,7 +269,7 @@ def body(work: Workload) -> dict[str, Any]:
             **gpus,
             **drop_empty(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
         },
-        **drop_empty(storage=drop_empty(pvc=pvc)),
+        **drop_empty(storage=drop_empty(pvc=claims)),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
         **drop_empty(
             nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},
@@ -251,7 +279,7 @@ def body(work: Workload) -> dict[str, Any]:
             priorityClass=settings.priority,
             preemptibility=PREEMPTIBILITY[settings.preemptible],
         ),
-        # A gang cannot heal pod by pod: a new attempt is ours to make.
+        # A gang cannot recover pod by pod: the launcher makes a new attempt.
         "backoffLimit": 0,
         "restartPolicy": "Never",
         "cleanPodPolicy": "Running",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from launcher.platforms.base import Platform
 
 NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-# Values that the CLI takes apart at commas, or that a shell would change, have no place in names.
+# No commas, at which the CLI splits values, and no characters that a shell interprets.
 WORD = r"^[A-Za-z0-9_@%+=:./-]+$"
 
 
@@ -36,7 +36,7 @@ class Credentials:
 
 
 def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
-    """The two halves that the environment has under a name, or in files that it names; None where one is missing."""
+    """Return the credentials of a name from the environment, or from files that it names; None if a half is missing."""
     halves = []
     for variable in (f"{name}_CLIENT_ID", f"{name}_CLIENT_SECRET"):
         try:
@@ -122,19 +122,21 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
         return chosen_network(self, Carrier.MULTUS)
 
     def uses_rest(self, environ: Mapping[str, str]) -> bool:
-        """Return whether Run:ai is asked by REST, as the settings and, with `auto`, the credentials say."""
+        """Return whether the settings choose REST; with `auto`, a URL and credentials choose it."""
         if self.api == "auto":
             return self.url is not None and credentials_of(self.credentials, environ) is not None
         return self.api == "rest"
 
-    def open_recorded(self, given: PlatformSettings | None) -> Platform:
+    def open_recorded(self, configured: PlatformSettings | None) -> Platform:
         """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
-        name, there = here = self.credentials, origin_of(self.url or "")
-        variable = f"{name}_URL"
-        same = isinstance(given, RunaiPlatformConfig) and (given.credentials, origin_of(given.url or "")) == here
-        known = origin_of(os.environ.get(variable, ""))
-        if self.uses_rest(os.environ) and not same and not (known and known == there):
-            raise only_recorded(f"the credentials {name} are for {there}", variable=variable, value=there)
+        if not self.uses_rest(os.environ):
+            return self.open()
+        origin, variable = origin_of(self.url or ""), f"{self.credentials}_URL"
+        trusted = {origin_of(os.environ.get(variable, ""))}
+        if isinstance(configured, RunaiPlatformConfig) and configured.credentials == self.credentials:
+            trusted.add(origin_of(configured.url or ""))
+        if not origin or origin not in trusted:
+            raise only_recorded(f"the credentials {self.credentials} are for {origin}", variable=variable, value=origin)
         return self.open()
 
     @model_validator(mode="after")

@@ -141,7 +141,9 @@ def test_a_submission_that_is_never_answered_is_given_up_as_unknown(
     here = by_program()
     submission = here.render(waiting)
     cluster.lost = [("EOF", False)] * 9
-    with pytest.raises(PlatformUnreachable, match=r"whether owt-0123456789-1-000000 is made is not known.*takes it up"):
+    with pytest.raises(
+        PlatformUnreachable, match=r"not known whether owt-0123456789-1-000000 exists.*reattaches to it"
+    ):
         here.submit(submission)
     cluster.lost = []
     assert here.status(here.submit(submission)).state.is_live
