@@ -27,7 +27,7 @@ KINDS = {
 @pytest.fixture(autouse=True)
 def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine without network, accounts and programs of clouds, whose user has downloaded nothing yet."""
-    from launcher.platforms.kubernetes.connection import _google_way
+    from launcher.platforms.kubernetes.connection import _gke_cluster
     from litgpt_demo.storage import bucket
 
     def unreachable(*_address: Any, **_options: Any) -> Any:
@@ -44,7 +44,7 @@ def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("litgpt_demo.timeouts.INTERACTIVE", 0.1)
     monkeypatch.setattr(socket, "getaddrinfo", unreachable)
     monkeypatch.setattr(socket.socket, "connect", unreachable)
-    _google_way.cache_clear()
+    _gke_cluster.cache_clear()
     bucket._client.cache_clear()  # an earlier test may have had credentials
 
 

@@ -16,10 +16,10 @@ IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
 """In a registry that says at once that it is not there."""
 
 
-def gke(cluster: Cluster, *, gone: float = 60.0, **settings: Any) -> GkePlatform:
+def gke(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> GkePlatform:
     """The platform, by the cluster's kubeconfig."""
     given = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "grace": 1, "gate": 0} | settings
-    return GkePlatform(GkePlatformConfig.model_validate(given), gone=gone)
+    return GkePlatform(GkePlatformConfig.model_validate(given), removal=removal)
 
 
 def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:

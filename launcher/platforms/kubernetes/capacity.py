@@ -1,6 +1,6 @@
-"""What checks look at, a submission and its cluster; and whether that has, or can get, machines and room for all pods.
+"""The subject of the checks, and the checks whether the cluster has, or can get, machines and room for all pods.
 
-Kubernetes writes quantities as texts (`500m`, `200Gi`); here they are plain numbers.
+Kubernetes writes quantities as text (`500m`, `200Gi`). Here they are numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from launcher.formatting import bytes_text
 from launcher.job import Object
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
-from launcher.platforms.kubernetes.connection import google_way
+from launcher.platforms.kubernetes.connection import gke_cluster
 from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
@@ -28,10 +28,10 @@ Amounts = Mapping[str, Decimal]
 """CPUs, bytes, or pieces, by resource."""
 
 _COMPARED = {"nvidia.com/gpu": "GPUs", "cpu": "CPUs", "memory": "memory"}
-"""The resources that a machine must have enough of, beside extended ones such as RDMA cards, and their names."""
+"""The resources that a machine must have enough of, apart from extended ones such as RDMA cards, and their names."""
 
 _RESERVED = ("limits", "requests")
-"""What a pod has reserved on its machine; where only a limit is given, the limit."""
+"""The resources of a pod that reserve room on its machine. Without a request its limit counts."""
 
 GKE_POOL = "cloud.google.com/gke-nodepool"
 
@@ -40,11 +40,11 @@ def _found(severity: Severity, code: str, what: str, fix: str = "") -> Finding:
     return Finding(severity, f"gke.{code}", what, fix)
 
 
-good, risk, bad = partial(_found, "info"), partial(_found, "warning"), partial(_found, "error")
+info, warning, error = partial(_found, "info"), partial(_found, "warning"), partial(_found, "error")
 
 
 class Survey:
-    """A question to the cluster: what is asked, and about what."""
+    """The subject of the checks: a submission and its cluster."""
 
     def __init__(self, cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> None:
         self.cluster, self.settings, self.items = cluster, settings, items
@@ -60,13 +60,13 @@ class Survey:
         return self.cluster.get(resource, self.namespace, name)
 
     def try_out(self, item: ApiObject) -> ApiObject:
-        """Ask the cluster to judge an object without storing it (dryRun=All); returns what would be stored."""
+        """Return an object as the cluster would store it (dryRun=All)."""
         resource = api.PODS if item["kind"] == "Pod" else api.SENT[item["kind"]]
         return self.cluster.create(resource, self.namespace, item, dry_run=True)
 
     @property
     def parts(self) -> list[ApiObject]:
-        """Return what controllers make of the JobSet or Job: the Job of a JobSet, and the pod of node 0."""
+        """Return the objects that controllers create: the Job of a JobSet, and the pod of node 0."""
         name = self.workload["metadata"]["name"]
         metadata = {**self.meta, "name": f"{pod_host(self.kind, name, 0)}-check", "namespace": self.namespace}
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": self.pod}
@@ -77,7 +77,7 @@ class Survey:
 
     @cached_property
     def admitted_pod(self) -> Object:
-        """The pod with what the namespace adds to it; as it was rendered where the cluster does not say."""
+        """The pod with the defaults of the namespace, or as rendered if the cluster refuses it."""
         try:
             spec: Object = self.try_out(self.parts[-1])["spec"]
         except api.ApiRefused:
@@ -97,50 +97,54 @@ def _shown(resource: str, number: Decimal) -> str:
 
 
 def _total(pod: Object, *parts: str) -> Amounts:
-    """Return what the pod's containers together have in these parts of their resources, the last part winning.
+    """Return the sum of these parts of the containers' resources. A later part wins over an earlier one.
 
-    Containers that run side by side are added up; containers before them need their room only in their turn.
+    Parallel containers add up. Each container that runs before them needs its room only in its turn.
     https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
     """
     total: defaultdict[str, Decimal] = defaultdict(Decimal)
     first = pod.get("initContainers", ())
-    in_turn = [one for one in first if one.get("restartPolicy") != "Always"]
-    for one in (*pod["containers"], *(one for one in first if one not in in_turn), *in_turn):
-        resources = ChainMap(*(one.get("resources", {}).get(part, {}) for part in reversed(parts)))
+    sequential = [container for container in first if container.get("restartPolicy") != "Always"]
+    parallel = [*pod["containers"], *(container for container in first if container not in sequential)]
+    for container in (*parallel, *sequential):
+        resources = ChainMap(*(container.get("resources", {}).get(part, {}) for part in reversed(parts)))
         for resource, quantity in resources.items():
-            number = _amount(quantity)
-            total[resource] = max(total[resource], number) if one in in_turn else total[resource] + number
+            if container in parallel:
+                total[resource] += _amount(quantity)
+            else:
+                total[resource] = max(total[resource], _amount(quantity))
     return total
 
 
 def machines(survey: Survey) -> Iterator[Finding]:
-    """Check that enough nodes fit, or that the pools may grow so far."""
+    """Check that enough machines fit, or that the pools can grow to it."""
     settings = survey.settings
     nodes, _ = survey.cluster.list(api.NODES, None)
     wanted = _total(survey.pod, *_RESERVED)
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
-    if (fit := reasons.pop("", 0)) >= settings.nodes:
-        yield good("machines", f"{fit} machines fit, {settings.nodes} are asked for")
+    fit = reasons.pop("", 0)
+    if fit >= settings.nodes:
+        yield info("machines", f"{fit} machines fit, {settings.nodes} are asked for")
         return
     listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "there are no others"
     what = f"only {fit} of {settings.nodes} machines are there ({listed})"
     pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
-    # Not GPUs: a machine shows them only when their driver is there.
+    # Without GPUs: a machine reports them only after their driver is installed.
     room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
     if pool and all(_too_small(node, room) for node in pool):
         fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
-        yield bad("machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
+        yield error("machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
     elif settings.cluster is not None:
-        yield from pools(google_way(settings)[1], settings, what)
+        yield from pools(gke_cluster(settings)[1], settings, what)
     elif _may_grow(nodes, settings):
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
-        yield risk("machines", what, fix)
+        yield warning("machines", what, fix)
     else:
-        yield bad("machines", what, "take fewer platform.nodes, other machines, or add some")
+        yield error("machines", what, "take fewer platform.nodes, other machines, or add some")
 
 
 def spare_machines(cluster: Cluster, settings: GkePlatformConfig, pod: Object) -> int | None:
-    """Return how many of the machines that fit a job does not need; None where others can be had."""
+    """Return how many of the machines that fit a job does not need, None if the cluster can get others."""
     nodes, _ = cluster.list(api.NODES, None)
     if settings.cluster or _may_grow(nodes, settings):
         return None
@@ -149,12 +153,13 @@ def spare_machines(cluster: Cluster, settings: GkePlatformConfig, pod: Object) -
 
 
 def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
-    """Return whether others may come: by a queue, or from GKE's pools, whose limits one sees by the cluster's name."""
+    """Return whether other machines may come: by a queue, or from GKE's pools."""
     pooled = any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes)
     return pooled or bool(settings.queue or settings.flex_start)
 
 
 def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
+    """Return the reason why the pod does not fit on the machine, empty if it fits."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:
@@ -170,9 +175,13 @@ def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
         return "not ready"
     for taint in spec.get("taints", ()):
         key, value, effect = taint["key"], taint.get("value", ""), taint["effect"]
-        same = [one for one in pod["tolerations"] if one.get("key") == key and one.get("effect") in (None, "", effect)]
-        tolerated = any(one.get("operator") == "Exists" or one.get("value", "") == value for one in same)
-        if effect != "PreferNoSchedule" and not tolerated:
+        is_tolerated = any(
+            rule.get("key") == key
+            and rule.get("effect") in (None, "", effect)
+            and (rule.get("operator") == "Exists" or rule.get("value", "") == value)
+            for rule in pod["tolerations"]
+        )
+        if effect != "PreferNoSchedule" and not is_tolerated:
             return f"with the taint {key}={value}"
     return _too_small(node, wanted)
 
@@ -180,41 +189,42 @@ def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
 def _too_small(node: ApiObject, wanted: Amounts) -> str:
     allocatable = node.get("status", {}).get("allocatable", {})
     for resource in _COMPARED | dict.fromkeys(name for name in wanted if "/" in name):
-        has, asked = _amount(allocatable.get(resource, "0")), wanted.get(resource, Decimal(0))
-        if has < asked:
+        has, needs = _amount(allocatable.get(resource, "0")), wanted.get(resource, Decimal(0))
+        if has < needs:
             name = _COMPARED.get(resource, resource)
-            return f"with {_shown(resource, has)} {name} of {_shown(resource, asked)}"
+            return f"with {_shown(resource, has)} {name} of {_shown(resource, needs)}"
     return ""
 
 
 def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
-    """Check in the GKE API that the node pools can grow to what is asked for."""
+    """Check the description of the GKE API: can the node pools grow to enough machines?"""
     if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
-        yield good("machines", f"{what}; GKE makes the others when they are asked for")
+        yield info("machines", f"{what}; GKE makes the others when they are asked for")
         return
     most = {}
     for pool in described.node_pools:
         if settings.machine in (None, pool.config.machine_type) and settings.node_pool in (None, pool.name):
-            grown, zones = pool.autoscaling, max(1, len(pool.locations))
-            count = grown.max_node_count if grown.enabled else pool.initial_node_count
-            # Limits are per zone, unless they are total ones.
-            most[pool.name] = int((grown.enabled and grown.total_max_node_count) or count * zones)
+            scaling, zones = pool.autoscaling, max(1, len(pool.locations))
+            if scaling.enabled and scaling.total_max_node_count:
+                most[pool.name] = int(scaling.total_max_node_count)
+            else:  # per zone
+                most[pool.name] = zones * int(scaling.max_node_count if scaling.enabled else pool.initial_node_count)
     listed = ", ".join(f"{name}: {count} at most" for name, count in most.items())
     if not most:
-        there = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools) or "none"
-        what = f"no node pool has {settings.machine or f'the name {settings.node_pool}'} (there are {there})"
-        yield bad("pools", what, "add one, or fix platform.machine and platform.node_pool")
+        existing = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools) or "none"
+        what = f"no node pool has {settings.machine or f'the name {settings.node_pool}'} (there are {existing})"
+        yield error("pools", what, "add one, or fix platform.machine and platform.node_pool")
     elif sum(most.values()) < settings.nodes:
         fix = "take fewer platform.nodes, or raise the limits of the node pools"
-        yield bad("pools", f"{what}, and the node pools cannot give them ({listed})", fix)
+        yield error("pools", f"{what}, and the node pools cannot give them ({listed})", fix)
     else:
-        yield good("machines", f"{what}; the node pools can grow to it ({listed})")
+        yield info("machines", f"{what}; the node pools can grow to it ({listed})")
 
 
-# The cluster's own answer to a dry run of one pod is exact for limits, Pod Security and policies. It says nothing of
-# the other pods, or of what a limit that is set by default will do to a training.
+# The dry run of one pod is exact for limits, Pod Security and policies. It does not check the other pods, or the effect
+# of a default limit on the training.
 def quotas(survey: Survey) -> Iterator[Finding]:
-    """Yield what the job as a whole asks for and a ResourceQuota has not got, now or ever.
+    """Yield the resources of the whole job that exceed a ResourceQuota, now or ever.
 
     Quotas with scopes are left to the dry run of the pod: the API server knows which of them count.
     """
@@ -233,23 +243,27 @@ def quotas(survey: Survey) -> Iterator[Finding]:
     for quota in listed:
         name, spec, used = quota["metadata"]["name"], quota["spec"], quota.get("status", {}).get("used", {})
         hard = {} if spec.get("scopes") or spec.get("scopeSelector") else spec.get("hard", {})
-        for resource in (one for one in hard if one in wanted):
-            asked, most = wanted[resource], _amount(hard[resource])
+        for resource, allowed in hard.items():
+            if resource not in wanted:
+                continue
+            needs, most = wanted[resource], _amount(allowed)
             free = max(most - _amount(used.get(resource, "0")), Decimal(0))
-            allows, asks = _shown(resource, most), _shown(resource, asked)
+            allows, asks = _shown(resource, most), _shown(resource, needs)
             what = f"quota {name} allows {allows} of {resource}, and the job asks for {asks}"
-            if asked > most:
-                yield bad("quota", what, fix)
-            elif asked > free:
+            if needs > most:
+                yield error("quota", what, fix)
+            elif needs > free:
                 what = f"{what}, of which {_shown(resource, free)} is free now"
-                yield risk("quota", what, f"wait for other jobs to end, {fix}")
+                yield warning("quota", what, f"wait for other jobs to end, {fix}")
 
 
 def limits(survey: Survey) -> Iterator[Finding]:
-    """Yield the limits that the namespace would give the container that trains, and nobody has asked for."""
-    containers = map(container_of, (survey.pod, survey.admitted_pod))
-    ours, given = (one.get("resources", {}).get("limits", {}) for one in containers)
-    if added := sorted(f"{resource}={quantity}" for resource, quantity in given.items() if resource not in ours):
+    """Yield the limits that the namespace adds to the container that trains."""
+    rendered, admitted = (
+        container_of(pod).get("resources", {}).get("limits", {}) for pod in (survey.pod, survey.admitted_pod)
+    )
+    added = sorted(f"{resource}={quantity}" for resource, quantity in admitted.items() if resource not in rendered)
+    if added:
         listed = ", ".join(added)
         what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
-        yield risk("limits", what, "have its default raised, or take another platform.namespace")
+        yield warning("limits", what, "have its default raised, or take another platform.namespace")

@@ -1,7 +1,6 @@
-"""A cluster's API, over the official client: plain objects in and out, and errors in our words.
+"""A cluster's API over the official client: JSON objects in and out, and our own errors.
 
-Answers are kept as JSON. A custom resource has no class in the client, and a field that a class does not know would be
-lost without a word.
+Answers stay JSON objects: a custom resource has no class in the client, and a class silently drops unknown fields.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LONGEST = 4 << 20
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind of objects, as the API's paths name it."""
+    """A kind of objects by its names in the API's paths."""
 
     group: str
     version: str
@@ -40,10 +39,10 @@ class Resource:
     namespaced: bool = True
 
     def path(self, namespace: str | None, name: str = "") -> str:
-        """Without a namespace, of all namespaces."""
+        """Return the path of these objects, or of the named one; without a namespace, that of all namespaces."""
         root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         space = f"/namespaces/{namespace}" if self.namespaced and namespace else ""
-        return f"{root}{space}/{self.plural}" + (f"/{name}" if name else "")
+        return f"{root}{space}/{self.plural}/{name}".removesuffix("/")
 
     def __str__(self) -> str:
         return f"{self.plural}.{self.group}" if self.group else self.plural
@@ -88,18 +87,18 @@ SENT: Mapping[str, Resource] = {
 
 
 class ApiRefused(PlatformRefused):
-    """The API server's no, with its own words."""
+    """The API server refuses a request; `message` is its own text."""
 
     def __init__(self, where: str, status: int, message: str) -> None:
         super().__init__(f"{where} says no: {message}")
         self.status, self.message = status, message
 
 
-class NotThere(ApiRefused):
+class NotFound(ApiRefused):
     """404: the object, or the whole kind, does not exist."""
 
 
-class AlreadyThere(ApiRefused):
+class AlreadyExists(ApiRefused):
     """409, because an object of that name exists."""
 
 
@@ -108,10 +107,10 @@ class Forbidden(ApiRefused):
 
 
 class Expired(ApiRefused):
-    """410: what was asked from is too long ago; list again."""
+    """410: the requested version is too old. List again."""
 
 
-_BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotThere, 410: Expired}
+_BY_STATUS: Mapping[int, type[ApiRefused]] = {403: Forbidden, 404: NotFound, 410: Expired}
 
 _DELETE = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Foreground"}
 _TABLE = "application/json;as=Table;g=meta.k8s.io;v=v1"
@@ -121,20 +120,20 @@ _ANSWER = 60.0
 _WATCH = 300
 """Seconds after which a watch is opened again. With TCP keepalive a dead connection is found earlier than that."""
 _PAUSES = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between tries. What lasts longer is an outage, which waiting and retrying above the platform is for."""
+"""Seconds between tries. The code above the platform waits for the end of longer outages."""
 _LONGEST_PAUSE = 15.0
 
 
 class Cluster:
-    """One cluster, as one identity.
+    """One cluster, with one identity.
 
-    Every call raises ApiRefused (of it Forbidden) where the server says no, LoginProblem where credentials were refused
-    and new ones too, and PlatformUnreachable where there is no answer after several tries.
+    Every call raises ApiRefused if the server refuses, LoginProblem if it rejects the credentials and renewed ones too,
+    and PlatformUnreachable if it does not answer after several tries.
 
     Args:
-        client: set up with an address and credentials.
-        where: what to call the cluster in messages.
-        renew: gets new credentials after the present ones were refused.
+        client: has an address and credentials.
+        where: the cluster's name in messages.
+        renew: gets new credentials after the present ones were rejected.
     """
 
     def __init__(self, client: ApiClient, *, where: str, renew: Callable[[], None] | None = None) -> None:
@@ -143,26 +142,26 @@ class Cluster:
         self._renewing = threading.Lock()
         self._ends = math.inf
 
-    def within(self, seconds: float) -> Cluster:
-        """Return the same cluster for calls that have so many seconds for all of them together, from now on."""
+    def with_deadline(self, seconds: float) -> Cluster:
+        """Return the same cluster with a limit of so many seconds, from now on, for all calls together."""
         limited = copy(self)
         limited._ends = time.monotonic() + seconds
         return limited
 
     @contextmanager
-    def _understood(self) -> Iterator[None]:
-        """Raise PlatformUnreachable where an answer lacks what was asked for: a proxy's {} is no list without a job."""
+    def _malformed_as_unreachable(self) -> Iterator[None]:
+        """Raise PlatformUnreachable if an answer has not the expected form. A proxy's {} is not an empty list."""
         try:
             yield
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise PlatformUnreachable(f"{self.where} answers without what it was asked for: {error!r}") from error
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
-        """The object, or None where there is none."""
+        """Return the object, or None if it does not exist."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
 
     def has_secret(self, namespace: str, name: str) -> bool:
-        """Return whether it is there. It comes as `kubectl get` has it, without the values.
+        """Return whether the Secret exists. It is requested as a table, which does not contain its values.
 
         https://kubernetes.io/docs/reference/using-api/api-concepts/#receiving-resources-as-tables
         """
@@ -172,54 +171,54 @@ class Cluster:
     def list(
         self, resource: Resource, namespace: str | None, *, labels: str = "", fields: str = ""
     ) -> tuple[list[ApiObject], str]:
-        """The objects, and the version to watch from. NotThere says that the cluster has no such kind."""
+        """Return the objects, and the version to watch from. NotFound says that the cluster has no such kind."""
         page = self.ask("GET", resource.path(namespace), {"labelSelector": labels, "fieldSelector": fields})
-        with self._understood():
+        with self._malformed_as_unreachable():
             version = str((page.get("metadata") or {}).get("resourceVersion") or "")
-            return [one for one in page["items"] or () if isinstance(one, dict)], version
+            return [item for item in page["items"] or () if isinstance(item, dict)], version
 
     def create(self, resource: Resource, namespace: str | None, body: ApiObject, *, dry_run: bool = False) -> ApiObject:
-        """The object as the cluster has stored it. A field that the cluster does not know is refused, not dropped."""
-        query = {"fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
+        """Create an object and return it as stored. The cluster refuses unknown fields instead of dropping them."""
+        query = {"fieldValidation": "Strict", "dryRun": "All" if dry_run else ""}
         return self.ask("POST", resource.path(namespace), query, body)
 
     def delete(self, resource: Resource, namespace: str, *, labels: str) -> None:
-        """Delete whatever has the labels, and what it owns; nothing or no such kind is success."""
+        """Delete the objects with these labels and all that they own. It is no error if there is none."""
         self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, _DELETE, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
-        """Delete this very object, and no other of its name."""
+        """Delete this object, but not another one that has its name by now."""
         meta = thing["metadata"]
         body = {**_DELETE, "preconditions": {"uid": meta["uid"]}}
         try:
             self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body, missing={})
         except ApiRefused as error:
-            if error.status != 409:  # another has its name by now, so this one is gone
+            if error.status != 409:  # another object has its name, so this one is gone
                 raise
 
     def serves(self, resource: Resource) -> bool:
-        """Return True if the cluster knows this kind."""
+        """Return whether the cluster knows this kind."""
         listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})
-        with self._understood():
-            return any(one["name"] == resource.plural for one in listed["resources"])
+        with self._malformed_as_unreachable():
+            return any(served["name"] == resource.plural for served in listed["resources"])
 
     def version(self) -> str:
-        """The version of the control plane, such as v1.33.5-gke.1080000."""
-        told = self.ask("GET", "/version")
-        with self._understood():
-            return str(told["gitVersion"])
+        """Return the version of the control plane, such as v1.33.5-gke.1080000."""
+        answer = self.ask("GET", "/version")
+        with self._malformed_as_unreachable():
+            return str(answer["gitVersion"])
 
     def allows(self, verb: str, resource: Resource, namespace: str) -> bool:
-        """Return True if we may. The cluster is asked, which knows roles of both Kubernetes and Google Cloud."""
+        """Return whether we have this permission. The cluster knows the roles of Kubernetes and of Google Cloud."""
         plural, _, part = resource.plural.partition("/")
-        asked = {"verb": verb, "group": resource.group, "resource": plural, "subresource": part, "namespace": namespace}
+        right = {"verb": verb, "group": resource.group, "resource": plural, "subresource": part, "namespace": namespace}
         review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-        told = self.ask("POST", REVIEWS.path(None), None, {**review, "spec": {"resourceAttributes": asked}})
-        with self._understood():
-            return bool(told["status"]["allowed"])
+        answer = self.ask("POST", REVIEWS.path(None), None, {**review, "spec": {"resourceAttributes": right}})
+        with self._malformed_as_unreachable():
+            return bool(answer["status"]["allowed"])
 
     def watch(self, resource: Resource, namespace: str, version: str, *, labels: str) -> Stream:
-        """The changes after that version, an event per line; the stream ends after some minutes."""
+        """Return the changes after that version, one event in a line. The stream ends after some minutes."""
         query = {
             "watch": "true", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": str(_WATCH),
             "labelSelector": labels,
@@ -227,29 +226,30 @@ class Cluster:
         return Stream(self, self._send("GET", resource.path(namespace), query, read=_WATCH + 30))
 
     def log(self, namespace: str, pod: str, container: str, *, since: str = "", follow: bool) -> Stream:
-        """A container's log with the time before each line; `since` is a moment, which counts in whole seconds.
+        """Return a container's log with the time before each line. `since` is a moment, in whole seconds.
 
-        NotThere says that there is no such pod, another ApiRefused that the container has not started.
+        NotFound says that the pod does not exist, another ApiRefused that the container has not started.
         """
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
-        # A rank may be silent for long; an hour of silence costs one more call.
+        # A rank may print nothing for long; an hour without a line costs one more call.
         return Stream(self, self._send("GET", f"{PODS.path(namespace, pod)}/log", query, read=3600.0))
 
     def ask(
         self, method: str, path: str, query: Mapping[str, str] | None = None, body: ApiObject | None = None, *,
         missing: ApiObject | None = None, accept: str = "application/json",
     ) -> ApiObject:  # fmt: skip
-        """One call, tried again while the server is busy or away; `missing` is the answer that stands for 404."""
+        """Return the answer to a call, repeated while the server is busy or away. `missing` stands for a 404."""
         try:
             with self._send(method, path, query or {}, body, read=_ANSWER, accept=accept) as response:
                 content = response.read()
-        except NotThere:
+        except NotFound:
             if missing is None:
                 raise
             return missing
         except OSError as error:  # urllib3's are, where the connection broke in mid-answer
             raise PlatformUnreachable(f"{self.where} stopped in mid-answer: {error}") from error
-        if not (answer := _object_in(content)):  # a proxy's page, or nothing
+        answer = _object_in(content)
+        if not answer:  # a proxy's page, or nothing
             raise PlatformUnreachable(f"{self.where} answers with no JSON object but {one_line(repr(content[:200]))}")
         return answer
 
@@ -264,25 +264,28 @@ class Cluster:
         for pause in (*_PAUSES, None):
             problem: LauncherError
             wait = pause or 0.0
-            if (left := self._ends - time.monotonic()) <= 0:
+            remaining = self._ends - time.monotonic()
+            if remaining <= 0:
                 raise PlatformUnreachable(f"{self.where} has not answered in time")
+            timeout = (min(_CONNECT, remaining), min(read, remaining))
             try:
-                answer = self._call(method, path, query, body, accept, (min(_CONNECT, left), min(read, left)))
+                answer = self._call(method, path, query, body, accept, timeout)
                 if answer.status < 300:
                     return answer
                 problem = self._problem(answer)
-                # A date (RFC 9110, 10.2.3) counts as nothing: our own pauses are as good.
                 after = str(answer.headers.get("Retry-After", "")).strip()
-                wait = min(_LONGEST_PAUSE, max(wait, float(after) if after.isdecimal() else 0.0))
+                if after.isdecimal():  # a date (RFC 9110, 10.2.3) is ignored: our own pauses are as good
+                    wait = min(_LONGEST_PAUSE, max(wait, float(after)))
             except ApiException as error:  # of status 0: TLS
-                told = one_line(str(error.reason))
-                raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {told}") from None
+                reason = one_line(str(error.reason))
+                raise PlatformUnreachable(f"{self.where} cannot be trusted or reached: {reason}") from None
             except (urllib3.exceptions.HTTPError, OSError) as error:
                 problem = PlatformUnreachable(f"{self.where} does not answer: {one_line(error)}")
             try:
                 if isinstance(problem, LoginProblem) and self._renew is not None:
-                    # New credentials may take a moment to be known everywhere; an API server that starts refuses all.
-                    wait, renewed = (wait if renewed else 0.0), True
+                    # New credentials may take a moment to be known everywhere. A starting API server rejects all.
+                    if not renewed:
+                        wait, renewed = 0.0, True
                     with self._renewing:
                         self._renew()
                 elif isinstance(problem, ApiRefused | LoginProblem):
@@ -290,60 +293,62 @@ class Cluster:
                 if pause is None or time.monotonic() + wait > self._ends:
                     raise problem
             finally:
-                del problem  # else it keeps this frame alive, which keeps it, and all that asked
+                del problem  # otherwise it and this frame keep each other alive, and all frames of the callers
             time.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
     def _problem(self, answer: urllib3.HTTPResponse) -> LauncherError:
-        """Return the error that an answer means. Made apart, because the answer's text may repeat the token."""
+        """Return the error of an answer. It has no traceback of ours: the answer's text may repeat the token."""
         text = answer.data.decode(errors="replace")
-        told = _object_in(text)
-        words = redacted(str(told.get("message") or text[:300]))
+        content = _object_in(text)
+        message = redacted(str(content.get("message") or text[:300]))
         if answer.status < 400:
-            words = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
+            message = f"a redirect to {origin_of(answer.headers.get('Location', ''))}, where the token is not sent"
         if answer.status == 401:
             return LoginProblem(f"{self.where} refuses the credentials; log in again, or look at the account")
         if answer.status == 429 or answer.status >= 500:
-            return PlatformUnreachable(f"{self.where} does not answer: {one_line(words)}")
-        kind = AlreadyThere if told.get("reason") == "AlreadyExists" else _BY_STATUS.get(answer.status, ApiRefused)
-        return kind(self.where, answer.status, words)
+            return PlatformUnreachable(f"{self.where} does not answer: {one_line(message)}")
+        kind = _BY_STATUS.get(answer.status, ApiRefused)
+        if content.get("reason") == "AlreadyExists":
+            kind = AlreadyExists
+        return kind(self.where, answer.status, message)
 
     def _call(
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, accept: str,
         timeout: tuple[float, float],
     ) -> urllib3.HTTPResponse:  # fmt: skip
-        """Send one request. Its headers hold the token, so that no error leaves from here with a traceback of ours."""
+        """Send one request. Its headers hold the token, so no error leaves this function with a traceback of ours."""
         from urllib.parse import urlencode
 
         client = self._client
-        asked = urlencode({name: value for name, value in query.items() if value})
+        parameters = urlencode({name: value for name, value in query.items() if value})
         headers = {"Accept": accept, "Content-Type": "application/json", **client.default_headers}
         client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
-        url = f"{client.configuration.host}{path}" + (f"?{asked}" if asked else "")
+        url = f"{client.configuration.host}{path}?{parameters}".removesuffix("?")
         answer: urllib3.HTTPResponse = client.call_api(method, url, headers, body, _request_timeout=timeout).response
         return answer
 
 
 def _object_in(text: str | bytes) -> dict[str, Any]:
-    """The object that the API answers with; empty where a proxy in between says something else."""
+    """Return the object in an answer of the API, or an empty one if a proxy has answered something else."""
     try:
-        told = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 class Stream:
-    """Lines of an answer that goes on, one by one; `close` may be called from another thread, and ends it."""
+    """The lines of an answer that does not end by itself. `close` ends it, also from another thread."""
 
     def __init__(self, cluster: Cluster, response: urllib3.HTTPResponse) -> None:
         self._cluster, self._response = cluster, response
         self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Whole lines, without their newline; what is left behind the last newline comes at the end.
+        """Yield complete lines without their newline, and at the end the rest behind the last newline.
 
-        PlatformUnreachable says that the connection broke; the lines so far are good.
+        PlatformUnreachable says that the connection broke. The lines before it are valid.
         """
         import urllib3
 
@@ -352,23 +357,23 @@ class Stream:
             for chunk in self._response.stream(2**16):
                 *lines, rest = (rest + chunk).split(b"\n")
                 yield from lines
-                rest = rest[:_LONGEST]  # of a line that does not end, what goes on is dropped
+                rest = rest[:_LONGEST]  # the remainder of an endless line is dropped
             if rest:
                 yield rest
         except (urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError) as error:
-            # The last two are what urllib3 raises where `close` has taken the connection away under it.
+            # urllib3 raises the last two if `close` has removed its connection.
             if not self._closed:
                 raise PlatformUnreachable(f"{self._cluster.where} broke off: {error}") from error
         finally:
             self._response.close()
 
     def events(self) -> Iterator[tuple[str, ApiObject]]:
-        """A watch's events: ADDED, MODIFIED, DELETED, BOOKMARK, and the object. Expired: it fell too far behind."""
+        """Yield a watch's events (ADDED, MODIFIED, DELETED, BOOKMARK) with their objects. Expired: it is too late."""
         for line in self:
             try:
                 event = json.loads(line)
                 kind, thing = str(event["type"]), dict(event["object"])
-            except (ValueError, TypeError, KeyError) as error:  # the connection ended within a line, or a proxy spoke
+            except (ValueError, TypeError, KeyError) as error:  # a line that was cut, or a proxy's
                 raise PlatformUnreachable(f"{self._cluster.where} broke off within an event") from error
             if kind != "ERROR":
                 yield kind, thing
@@ -378,7 +383,7 @@ class Stream:
                 raise PlatformUnreachable(f"{self._cluster.where} ends a watch: {thing.get('message')}")
 
     def close(self) -> None:
-        """End it; a reader sees the end."""
+        """End the stream, also for its reader."""
         self._closed = True
         try:
             self._response.shutdown()

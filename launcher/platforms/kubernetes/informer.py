@@ -1,7 +1,8 @@
-"""A job as its cluster has it: its JobSet or Job is asked for at every look, and all its pods are watched.
+"""One job as its cluster has it: each look requests its JobSet or Job, and a watch follows its pods.
 
-So a look is one small question, whatever the number of pods. What breaks the watch is got over in the background; who
-asks meanwhile is told that the cluster does not answer, not what it said last.
+A look is one small request, whatever the number of pods. Polling the pods would not do: the Job controller deletes
+those of a failed job at once, and with them the exit codes and preemptions that the diagnosis needs. A broken watch is
+reopened in the background. Until then `status` and `pods` raise PlatformUnreachable.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PAUSES = (0.2, 1.0, 5.0, 15.0, 30.0)
 
 
 class JobWatch:
-    """One job: looked at when it is asked for first; watched from the second time on, if it was alive, until `stop`."""
+    """One job: the first `status` only looks at it, and the second starts to watch it if it was live, until `stop`."""
 
     def __init__(self, cluster: Cluster, job: states.JobName) -> None:
         self._cluster, self._job = cluster, job
@@ -32,66 +33,72 @@ class JobWatch:
         """The JobSet or Job as last seen, also after its deletion."""
         self.watched = False
         self.follower: Follower | None = None
-        self.asked, self.refused_since = -math.inf, math.inf
-        """When the cluster was last asked why the job waits, and since when it refuses to run it."""
+        self.explained, self.refused_since = -math.inf, math.inf
+        """When `reasons` was found, and since when the cluster refuses to run the job."""
         self.reasons: tuple[Finding, ...] = ()
-        self._live = self._deleted = self._settled = False
+        """Why the job waits."""
+        self._is_live = self._is_deleted = self._is_settled = False
         self._seen: dict[tuple[int, int], states.NodeSeen] = {}
         # The newest pod of each node in each life of the job, with its creation; and the pods that it replaced.
         self._newest, self._replaced = dict[tuple[int, int], tuple[str, str]](), set[str]()
         self._pods: dict[str, ApiObject] = {}
         self._version: str | None = None
-        self._trouble: Exception | None = None
+        self._error: Exception | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._stream: Stream | None = None
 
     def status(self) -> JobStatus:
-        """Return the state of the job; one that is deleted while it is watched was cancelled."""
-        if self._live and not self.watched:
+        """Return the state of the job. One that is deleted while it is watched was cancelled."""
+        if self._is_live and not self.watched:
             self.watched = True
             threading.Thread(target=self._watch, name=f"watch {self._job}", daemon=True).start()
         if not self.watched:
             self.workload, self._seen, self._pods = None, {}, {}
-        if not (self._deleted or self._settled):
-            before, found = self.workload, None
-            for kind in ("JobSet", "Job") if before is None else (before["kind"],):
-                if (found := self._cluster.get(api.SENT[kind], self._job.namespace, self._job.name)) is not None:
-                    self.workload = {"kind": kind, **found}
-                    break
-            if before is not None and (found is None or states.uid_of(found) != states.uid_of(before)):
-                self.workload, self._deleted = before, True  # there may be another of the same name
-            if self.workload is not None and (not self.watched or states.final(self.workload) is not None):
-                self._refresh()  # of one that has ended, the last pods' ends may still be on their way
-                self._settled = self.watched
-        told = states.status_of(self.workload, [] if self._deleted else self.pods(), self._seen)
-        self._live = told.state.is_live
-        if self._deleted and self._live and self.workload is not None:
-            return replace(told, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
-        return told
+        if not (self._is_deleted or self._is_settled):
+            self._look()
+        status = states.status_of(self.workload, [] if self._is_deleted else self.pods(), self._seen)
+        self._is_live = status.state.is_live
+        if self._is_deleted and self._is_live and self.workload is not None:
+            return replace(status, state=JobState.CANCELLED, native=f"{self.workload['kind']} was deleted")
+        return status
+
+    def _look(self) -> None:
+        before, found = self.workload, None
+        for kind in ("JobSet", "Job") if before is None else (before["kind"],):
+            found = self._cluster.get(api.SENT[kind], self._job.namespace, self._job.name)
+            if found is not None:
+                self.workload = {"kind": kind, **found}
+                break
+        if before is not None and (found is None or states.uid_of(found) != states.uid_of(before)):
+            self.workload, self._is_deleted = before, True  # another job may have its name now
+        if self.workload is not None and (not self.watched or states.final(self.workload) is not None):
+            self._refresh()  # the watch may not have delivered the ends of the last pods yet
+            self._is_settled = self.watched
 
     def pods(self) -> list[ApiObject]:
-        """Those that are there; raises what keeps the watch from being up to date."""
+        """Return the present pods. Raises the error that keeps the watch from being up to date."""
         with self._lock:
-            if self._trouble is not None:
-                raise copy(self._trouble)  # the kept one would keep the frames of all that asked
+            if self._error is not None:
+                raise copy(self._error)  # the stored one would keep the frames of all callers
             return list(self._pods.values())
 
     def stop(self) -> None:
-        """End the watch, and the reading of logs; does not wait for it."""
+        """End the watch and the reading of logs, without waiting for their threads."""
         self._stopped.set()
-        if (stream := self._stream) is not None:
+        stream = self._stream
+        if stream is not None:
             stream.close()
         if self.follower is not None:
             self.follower.stop()
 
     def _refresh(self) -> None:
         pods, self._version = self._cluster.list(api.PODS, self._job.namespace, labels=self._job.labels)
-        there = {states.uid_of(pod) for pod in pods}
+        present = {states.uid_of(pod) for pod in pods}
         for pod in pods:
             self._apply(pod, gone=False)
         for uid, pod in list(self._pods.items()):
-            if uid not in there:
+            if uid not in present:
                 self._apply(pod, gone=True)
 
     def _watch(self) -> None:
@@ -102,7 +109,7 @@ class JobWatch:
                     self._refresh()
                 space, version = self._job.namespace, str(self._version)
                 self._stream = self._cluster.watch(api.PODS, space, version, labels=self._job.labels)
-                self._trouble = None
+                self._error = None
                 if self._stopped.is_set():
                     self._stream.close()
                 for kind, pod in self._stream.events():
@@ -112,19 +119,19 @@ class JobWatch:
                 failures = 0
             except Expired:
                 self._version = None
-            except Exception as error:  # whatever it is: a watch that has died unseen would show the past forever
-                self._trouble = error
+            except Exception as error:  # a watch whose thread has died unnoticed would show the past forever
+                self._error = error
                 if not isinstance(error, LauncherError):
-                    self._trouble = PlatformUnreachable(f"the watch of {self._job} broke: {error!r}")
+                    self._error = PlatformUnreachable(f"the watch of {self._job} broke: {error!r}")
                     self._version = None
                 self._stopped.wait(_PAUSES[min(failures, len(_PAUSES) - 1)])
                 failures += 1
 
     def _apply(self, pod: ApiObject, *, gone: bool) -> None:
-        """Keep when a pod began and how it ended: the pods of a failed job are deleted.
+        """Record when a pod began and how it ended, because the pods of a failed job are deleted.
 
-        A node has a second pod in the same life of the job where Kueue suspended the job and started it again. Once the
-        second has begun, it alone says what became of the node. While it waits, the first one does.
+        A node has a second pod in the same life of the job if Kueue suspended the job and started it again. The first
+        pod stands for the node until the second one has begun.
         """
         node, seen = (states.restart_of(pod), states.index_of(pod)), states.node_seen(pod)
         uid, created = states.uid_of(pod), pod["metadata"].get("creationTimestamp", "")
@@ -132,7 +139,8 @@ class JobWatch:
             newest, since = self._newest.get(node, ("", ""))
             has_begun = seen.began is not None or seen.code is not None
             replaces = uid not in self._replaced and created >= since and has_begun
-            if uid == newest and seen.code is None and (before := self._seen.get(node)) is not None:
+            before = self._seen.get(node)
+            if uid == newest and seen.code is None and before is not None:
                 seen = seen._replace(code=before.code, eviction=before.eviction)
             if not newest or uid == newest or replaces:
                 self._replaced |= {newest} - {uid, ""}

@@ -1,200 +1,213 @@
-"""The logs of all nodes, merged: every line once, whatever breaks in between.
+"""The logs of all nodes of a job, merged. Each line is returned once, also after a broken connection.
 
-The API gives a container's log from a moment on, in whole seconds, in the order of the file. So where a reader is in a
-log is told by a second, and by how many lines of the log since that second it has had. A connection that breaks is
-opened again there, by any reader with that position.
+The API returns a container's log from a moment on, in whole seconds and in the order of the file. A cursor therefore
+holds a second and the number of lines of that second that were read. Any reader continues from it.
+
+The copies in the run's folder do not replace these logs: their lines have no time, which `logs --since` needs, and to
+look at them takes a request for each node.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from pydantic import NonNegativeInt, TypeAdapter
 
 from launcher.errors import LauncherError
 from launcher.formatting import terminal_text
 from launcher.job import LogLine, LogPage
-from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotThere, Stream
+from launcher.platforms.kubernetes.cluster import ApiObject, ApiRefused, Cluster, NotFound, Stream
 from launcher.platforms.kubernetes.render import NODE
 from launcher.platforms.kubernetes.states import JobName, began, ended, index_of, restart_of, uid_of
 from launcher.platforms.log_files import PAGE
 
 FOLLOWED = 32
-"""Nodes, from node 0 on, whose logs are shown as they are written. The others' are read when they have ended: the API
-server holds a connection per log, and of a thousand nodes nobody can read along. All nodes' logs are in the run."""
+"""The number of nodes, from node 0 on, whose logs are returned as they are written. The others' are read at their end:
+the API server holds a connection for each followed log. The run's folder has the logs of all nodes."""
 
-_PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)  # seconds before a log is asked for again
-_TOGETHER = 8  # logs of ended nodes that are read at the same time
-_END = 30.0  # seconds that an open connection has to bring the last lines of a container that has ended
+_PAUSES = (1.0, 2.0, 5.0, 15.0, 30.0)
+"""Seconds before a log is requested again."""
+_PARALLEL = 8
+"""Logs of ended nodes that are read in parallel."""
+_LAST_LINES = 30.0
+"""Seconds that an open connection has to deliver the last lines of a container that has ended."""
 
 
-@dataclass(frozen=True)
-class Place:
+class LogCursor(NamedTuple):
     """The position of a reader in the log of one node."""
 
     pod: str = ""
     """Its uid: the next life of the node has a log of its own."""
     since: str = ""
     """The second of the last line."""
-    seen: int = 0
-    """Lines since then that were read, the last one among them."""
+    seen: NonNegativeInt = 0
+    """The number of lines since then that were read, the last one included."""
     last: str = ""
     """When the newest line was written, in UTC and to the microsecond."""
 
 
-_PLACES = TypeAdapter(dict[int, tuple[str, str, NonNegativeInt, str]])
-"""A position of the log as it is stored: a Place for each node. A malformed one is a ValueError."""
+_CURSORS = TypeAdapter(dict[int, LogCursor])
+"""A position of the log as it is stored: a cursor for each node. A malformed one is a ValueError."""
 
 
-def _lines(stream: Iterator[bytes] | Stream, place: Place, pod: str) -> Iterator[tuple[str, Place]]:
-    if place.pod != pod:
-        place = Place(pod=pod)
-    skip, number = place.seen, 0
+def _lines(stream: Iterator[bytes] | Stream, cursor: LogCursor, pod: str) -> Iterator[tuple[str, LogCursor]]:
+    """Yield the lines of a pod's log that the cursor has not seen, each with the cursor behind it."""
+    if cursor.pod != pod:
+        cursor = LogCursor(pod=pod)
+    skip, number = cursor.seen, 0
     for raw in stream:
         line = raw.decode(errors="replace")
         stamp, _, text = line.partition(" ")
-        if not (moment := _utc(stamp)):
-            moment, text = place.last, line  # of the kubelet itself, which has trouble with the log
-        # A log that was rotated has lost lines of that second: what is later than our last line is new all the same.
-        if number < skip and moment <= place.last:
+        moment = _utc(stamp)
+        if not moment:  # a line of the kubelet itself, which has trouble with the log
+            moment, text = cursor.last, line
+        # A rotated log has lost lines of that second. A line that is later than our last one is new in any case.
+        if number < skip and moment <= cursor.last:
             number += 1
             continue
         skip = 0
         second = moment and moment[: len("2026-01-01T00:00:00")] + "Z"
-        place = replace(place, last=max(place.last, moment))
-        if second >= place.since:  # lines of the two output streams may be a little out of order
-            place = replace(place, since=second, seen=place.seen + 1 if second == place.since else 1)
-        yield terminal_text(text), place
+        cursor = cursor._replace(last=max(cursor.last, moment))
+        if second == cursor.since:
+            cursor = cursor._replace(seen=cursor.seen + 1)
+        elif second > cursor.since:  # lines of the two output streams may be a little out of order
+            cursor = cursor._replace(since=second, seen=1)
+        yield terminal_text(text), cursor
 
 
 def _utc(stamp: str) -> str:
-    """Return the moment of a line's stamp, such that later ones sort behind it; empty where it is none.
+    """Return the moment of a line's stamp as sortable text, or empty text if it is no stamp.
 
     Container runtimes stamp in their machine's zone, whose offset from UTC may change within a log.
     """
     try:
         moment = datetime.fromisoformat(stamp)
-        return moment.astimezone(UTC).isoformat(timespec="microseconds") if moment.tzinfo else ""
+        if moment.tzinfo is None:
+            return ""
+        return moment.astimezone(UTC).isoformat(timespec="microseconds")
     except (ValueError, OverflowError):
         return ""
 
 
 class Follower:
-    """Reads the logs of a job in the background, a thread for each, and hands them out page by page.
+    """Reads the logs of a job in the background, one thread for each, and returns them page by page.
 
     Args:
-        position: where to begin, as a page's `position` has it; empty is the beginning.
-        once: no more than one page is asked for, and where there is no answer, it is asked for again as a whole.
+        position: where to begin, as `LogPage.position` has it. Empty is the beginning.
+        once: read one page only. After an error the caller reads the whole page again.
     """
 
     def __init__(self, cluster: Cluster, job: JobName, position: str, *, once: bool = False) -> None:
         self._cluster, self._job, self._once = cluster, job, once
-        self._trouble: LauncherError | None = None
+        self._error: LauncherError | None = None
         self.position = position
-        """Behind the last page."""
-        self._places = {node: Place(*row) for node, row in _PLACES.validate_json(position or "{}").items()}
-        self._turns = threading.BoundedSemaphore(_TOGETHER)
+        """The position behind the last page."""
+        self._cursors = _CURSORS.validate_json(position or "{}")
+        self._turns = threading.BoundedSemaphore(_PARALLEL)
         self._lines: list[LogLine] = []
         self._size = 0
         self._readers: dict[str, _Reader] = {}
         self._newest: dict[int, str] = {}
-        self._lock = threading.Condition()
+        self._changed = threading.Condition()
 
     def page(self, pods: list[ApiObject], *, last: bool) -> LogPage:
-        """The lines since the last page.
+        """Return the lines since the last page.
 
         Args:
-            pods: the job's as they are now.
-            last: wait until all that is there is read, or a page is full. What neither speaks nor ends is given up.
+            pods: the present pods of the job.
+            last: wait until everything is read, or a page is full. A silent log that does not end is given up.
         """
-        over = {uid_of(pod): ended(pod) for pod in pods}
+        has_ended = {uid_of(pod): ended(pod) for pod in pods}
         for pod in sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod))):
             node, uid = index_of(pod), uid_of(pod)
-            if uid not in self._readers and began(pod) and (over[uid] or node < FOLLOWED):
-                self._newest[node] = uid
-                self._readers[uid] = reader = _Reader(pod, self._places.get(node, Place()), ended=over[uid] or last)
+            if uid not in self._readers and began(pod) and (has_ended[uid] or node < FOLLOWED):
+                reader = _Reader(pod, self._cursors.get(node, LogCursor()), has_ended=has_ended[uid] or last)
+                self._newest[node], self._readers[uid] = uid, reader
                 threading.Thread(target=self._read, args=(reader,), name=f"log {uid}", daemon=True).start()
         for uid, reader in self._readers.items():
-            reader.ended = reader.ended or last or over.get(uid, True)
+            reader.has_ended = reader.has_ended or last or has_ended.get(uid, True)
 
-        def all_read() -> bool:
-            return all(reader.over for reader in self._readers.values())
-
-        with self._lock:
-            if last and not self._lock.wait_for(lambda: all_read() or self._size >= PAGE, _END):
+        with self._changed:
+            if last and not self._changed.wait_for(self._is_complete, _LAST_LINES):
                 for reader in self._readers.values():
-                    reader.hang_up()
-                self._lock.wait_for(lambda: all_read() or self._size >= PAGE, _END)
-            if self._trouble is not None:
-                raise copy(self._trouble)  # as in JobWatch.pods
-            rows = {node: astuple(place) for node, place in sorted(self._places.items())}
-            self.position = json.dumps(rows, separators=(",", ":"))
-            page = LogPage(tuple(self._lines), self.position, last and bool(self._lines) and not all_read())
+                    reader.close()
+                self._changed.wait_for(self._is_complete, _LAST_LINES)
+            if self._error is not None:
+                raise copy(self._error)  # as in JobWatch.pods
+            self.position = _CURSORS.dump_json(self._cursors).decode()
+            more = last and bool(self._lines) and not all(reader.is_done for reader in self._readers.values())
+            page = LogPage(tuple(self._lines), self.position, more)
             self._lines, self._size = [], 0
-            self._lock.notify_all()
+            self._changed.notify_all()
             return page
+
+    def _is_complete(self) -> bool:
+        return self._size >= PAGE or all(reader.is_done for reader in self._readers.values())
 
     def stop(self) -> None:
         for reader in self._readers.values():
             reader.stopped.set()
-            reader.hang_up()
+            reader.close()
 
     def _read(self, reader: _Reader) -> None:
-        uid, node, failures = uid_of(reader.pod), index_of(reader.pod), 0
+        failures = 0
         try:
             while not reader.stopped.is_set():
-                last = reader.ended  # the container has ended: one more reading gets all there is
-                since = reader.place.since if reader.place.pod == uid else ""
+                is_last = reader.has_ended  # one more reading then gets all that there is
                 try:
-                    with self._turns if last else nullcontext():
-                        name = reader.pod["metadata"]["name"]
-                        reader.stream = self._cluster.log(self._job.namespace, name, NODE, since=since, follow=not last)
-                        for text, place in _lines(reader.stream, reader.place, uid):
-                            reader.place = place
-                            with self._lock:
-                                while self._size >= PAGE and not reader.stopped.is_set():
-                                    self._lock.wait(1.0)  # until the page is fetched, which is full
-                                self._size += len(text) + 1
-                                when = datetime.fromisoformat(place.last).timestamp() if place.last else 0.0
-                                self._lines.append(LogLine(node, text, when))
-                                if self._newest[node] == uid:
-                                    self._places[node] = place
-                                if self._size >= PAGE:
-                                    self._lock.notify_all()
+                    with self._turns if is_last else nullcontext():
+                        self._read_stream(reader, follow=not is_last)
                     failures = 0
-                    if last:
+                    if is_last:
                         return
-                except NotThere:
-                    return  # removed; what of it was not read is in the run's own folder
+                except NotFound:
+                    return  # the pod was removed; the run's folder has its whole log
                 except LauncherError as error:
                     if self._once and not isinstance(error, ApiRefused):
-                        self._trouble = error
+                        self._error = error
                     if self._once:
                         return
-                    failures += 1  # broken off, or not started yet: again, from where we are
-                reader.stopped.wait(0.05 if reader.ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
+                    failures += 1  # the connection broke, or the container has not started: continue at the cursor
+                reader.stopped.wait(0.05 if reader.has_ended else _PAUSES[min(failures, len(_PAUSES) - 1)])
         finally:
-            with self._lock:
-                reader.over = True
-                self._lock.notify_all()
+            with self._changed:
+                reader.is_done = True
+                self._changed.notify_all()
+
+    def _read_stream(self, reader: _Reader, *, follow: bool) -> None:
+        node, uid, name = index_of(reader.pod), uid_of(reader.pod), reader.pod["metadata"]["name"]
+        since = reader.cursor.since if reader.cursor.pod == uid else ""
+        reader.stream = self._cluster.log(self._job.namespace, name, NODE, since=since, follow=follow)
+        for text, cursor in _lines(reader.stream, reader.cursor, uid):
+            reader.cursor = cursor
+            written = datetime.fromisoformat(cursor.last).timestamp() if cursor.last else 0.0
+            with self._changed:
+                while self._size >= PAGE and not reader.stopped.is_set():
+                    self._changed.wait(1.0)  # until the full page is fetched
+                self._size += len(text) + 1
+                self._lines.append(LogLine(node, text, written))
+                if self._newest[node] == uid:
+                    self._cursors[node] = cursor
+                if self._size >= PAGE:
+                    self._changed.notify_all()
 
 
 @dataclass
 class _Reader:
     pod: ApiObject
-    place: Place
-    ended: bool
+    cursor: LogCursor
+    has_ended: bool
     """The container has ended, as far as the watch knows."""
-    over: bool = False
+    is_done: bool = False
     stopped: threading.Event = field(default_factory=threading.Event)
     stream: Stream | None = None
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         if self.stream is not None:
             self.stream.close()

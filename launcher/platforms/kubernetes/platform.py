@@ -29,18 +29,17 @@ from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import open_storage
 
 DIGEST = "train-litgpt/submission"
-"""Annotation of the JobSet or Job: a checksum of what was sent. What is stored differs from that, by defaults and by
-what controllers change."""
+"""Annotation of the JobSet or Job: a checksum of what was sent. Defaults and controllers change what is stored."""
 
 _EXPLAIN = 20.0
-"""Seconds between two questions why a job waits."""
-_GONE = 120.0
+"""Seconds between two queries why a job waits."""
+_REMOVAL = 120.0
 """Seconds, beyond the pods' grace period, that removing a job may take."""
 
-Left = dict[api.Resource, list[ApiObject]]
+Remaining = dict[api.Resource, list[ApiObject]]
 
 _serves_jobsets: dict[tuple[str | None, ...], bool] = {}
-"""Facts that this process has learned of clusters. `render` must not ask, and has to know."""
+"""The clusters that this process has checked for JobSet. `render` needs the result, but must not use the network."""
 
 
 class GkePlatform:
@@ -48,19 +47,19 @@ class GkePlatform:
 
     name: ClassVar[str] = PLATFORM
     is_remote_service: ClassVar[bool] = True
-    poll_seconds: ClassVar[float] = 5.0  # a look costs little, for pods are watched
+    poll_seconds: ClassVar[float] = 5.0  # a look costs little, because a watch follows the pods
 
-    def __init__(self, settings: GkePlatformConfig, *, gone: float = _GONE) -> None:
-        self._settings, self._gone = settings, gone
+    def __init__(self, settings: GkePlatformConfig, *, removal: float = _REMOVAL) -> None:
+        self._settings, self._removal = settings, removal
         self._rendered: dict[JobId, Job] = {}
         self._jobs: dict[JobId, JobWatch] = {}
         self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
         self.close = weakref.finalize(self, _stop, self._jobs)
-        """Ends all watches, as is done too when the platform is no longer used."""
+        """Ends all watches. The garbage collection of the platform does the same."""
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Connected to when it is first needed."""
+        """The cluster, to which the first use connects."""
         return connect(self._settings)
 
     @property
@@ -78,29 +77,30 @@ class GkePlatform:
     def check_access(self) -> str:
         version = self.cluster.version()
         self._learn()
-        if (found := permissions(self.cluster, self._settings, self.workload)).severity == "error":
-            raise LoginProblem(found.what, fix=found.fix)
+        finding = permissions(self.cluster, self._settings, self.workload)
+        if finding.severity == "error":
+            raise LoginProblem(finding.what, fix=finding.fix)
         return f"{self.cluster.where} answers ({version})"
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """Yield what the config alone shows to be wrong, then what the cluster lacks for the job."""
+        """Yield the problems of the config alone, then what the cluster lacks for the job."""
         items = submission.body["items"]
         yield from check_settings(self._settings, items)
         try:
             self._learn()
             if self.workload == "job" and submission.job_id in self._rendered:
-                # `auto`, rendered before the cluster was seen to have no JobSet: it is rendered as a Job from now on.
+                # With `auto` it was rendered as a JobSet, before this process knew that the cluster has none.
                 items = self.render(self._rendered[submission.job_id]).body["items"]
             yield from examine_cluster(self.cluster, self._settings, items)
         except LauncherError as error:
             yield finding_of(error, "gke.cluster")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
-        """Return how many of the cluster's machines this job does not need; pools that grow have others."""
+        """Return how many of the cluster's machines this job does not need, None if its pools can grow."""
         pod = states.pod_of(states.workload_of(render(job, self._settings, self.workload).body["items"]))
         try:
             most = spare_machines(self.cluster, self._settings, pod)
-        except LauncherError:  # machines may not be looked at, or nobody answers
+        except LauncherError:  # no permission to list machines, or no answer
             most = None
         fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
         return most, f"{fix}; or take fewer platform.nodes"
@@ -110,29 +110,28 @@ class GkePlatform:
             _serves_jobsets[self._key] = self.cluster.serves(api.JOBSETS)
 
     def submit(self, submission: Submission) -> JobId:
-        """Create the job's objects, or adopt a job of that name that was made of the very same ones.
+        """Create the job's objects, or reattach to a job of that name that was made of the same ones.
 
-        The JobSet or Job comes first, and owns what else there is: nothing outlives it, also if another removes it.
-        Refused too is one without an image; an older job of that name that is still being removed is
-        PlatformUnreachable.
+        The JobSet or Job comes first and owns the others, so that none of them outlives it. If an older job of that
+        name is still being removed, this raises PlatformUnreachable.
         """
         if f'"{UNBUILT}"' in json.dumps(submission.body):
             raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
         job, items = states.JobName.parse(submission.job_id), submission.body["items"]
         workload = states.workload_of(items)
         kind, meta = workload["kind"], workload["metadata"]
-        made: list[ApiObject] = []
+        created: list[ApiObject] = []
         try:
             if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
                 _serves_jobsets[self._key] = False
                 fix = "install it (docs/gke.md), or set platform.workload=job"
                 raise PlatformRefused(f"{self.cluster.where} has no JobSet", fix=fix)
             self._refuse_rivals(job, meta.get("labels", {}).get(RUN_LABEL))
-            other = "Job" if kind == "JobSet" else "JobSet"
-            if self.cluster.get(api.SENT[other], job.namespace, job.name) is not None:
-                what = f"a {other} {job} is there, and this would be a {kind}: two jobs would write over each other"
+            opposite = "Job" if kind == "JobSet" else "JobSet"
+            if self.cluster.get(api.SENT[opposite], job.namespace, job.name) is not None:
+                what = f"a {opposite} {job} is there, and this would be a {kind}: two jobs would write over each other"
                 raise PlatformRefused(what, fix="cancel it first")
-            # The submission's file in the attempt's folder identifies the attempt while its pods are still waiting.
+            # The submission in the attempt's folder identifies the attempt while its pods are waiting.
             command = states.container_of(states.pod_of(workload))["command"]
             directory = command[command.index("--log-uri") + 1].replace("$$", "$")
             try:
@@ -141,12 +140,13 @@ class GkePlatform:
                 raise PlatformRefused(f"{directory} cannot be written: {error}", fix="choose another root") from error
             annotations = {**meta.get("annotations", {}), DIGEST: digest_of(items)}
             try:
-                owner = self._create(job, {**workload, "metadata": {**meta, "annotations": annotations}}, made)
+                owner = self._create(job, {**workload, "metadata": {**meta, "annotations": annotations}}, created)
                 for item in items:
                     if item is not workload:
-                        self._create(job, {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}, made)
+                        owned = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
+                        self._create(job, owned, created)
             except PlatformRefused:
-                for thing in reversed(made):
+                for thing in reversed(created):
                     self.cluster.delete_one(api.SENT[thing["kind"]], thing)
                 raise
         except api.ApiRefused as error:
@@ -154,11 +154,13 @@ class GkePlatform:
         return submission.job_id
 
     def _refuse_rivals(self, job: states.JobName, run: str | None) -> None:
-        """Refuse to submit beside a job of the same run and root: the run index was deleted while that job ran."""
-        for resource in (api.JOBSETS, api.JOBS) if run else ():
+        """Refuse a second job of the same run and root: the run index was deleted while the first one ran."""
+        if run is None:
+            return
+        for resource in (api.JOBSETS, api.JOBS):
             try:
                 found, _ = self.cluster.list(resource, job.namespace, labels=f"{RUN_LABEL}={run}")
-            except (api.NotThere, api.Forbidden):
+            except (api.NotFound, api.Forbidden):
                 continue
             for workload in found:
                 name = workload["metadata"]["name"]
@@ -167,26 +169,27 @@ class GkePlatform:
                 if workload["metadata"].get("deletionTimestamp"):
                     raise PlatformUnreachable(f"{name}, an older job of the same run, is still being removed")
                 end = f"kubectl delete {resource.plural} -n {job.namespace} {name}"
-                raise rival(f"job {job.namespace}/{name}", str(run), end=end)
+                raise rival(f"job {job.namespace}/{name}", run, end=end)
 
-    def _create(self, job: states.JobName, item: ApiObject, made: list[ApiObject]) -> dict[str, str]:
-        """Create an object, or find the very same there; return the reference for what it owns."""
+    def _create(self, job: states.JobName, item: ApiObject, created: list[ApiObject]) -> dict[str, str]:
+        """Create an object, or find the same one, and return the reference to it as an owner."""
         kind, resource, meta = item["kind"], api.SENT[item["kind"]], item["metadata"]
-        name, owners, there = meta["name"], meta.get("ownerReferences", []), None
+        name, owners = meta["name"], meta.get("ownerReferences", [])
+        stored: ApiObject | None
         try:
-            there = self.cluster.create(resource, job.namespace, item)
-            made.append(there)
-        except api.NotThere as error:
+            stored = self.cluster.create(resource, job.namespace, item)
+            created.append(stored)
+        except api.NotFound as error:
             if owners:
                 raise
-            # The namespace, for the kind was looked for before.
+            # The namespace is missing, for the kind was checked before.
             raise PlatformRefused(str(error), fix="create the namespace, or fix platform.namespace") from error
-        except api.AlreadyThere:
-            there = self.cluster.get(resource, job.namespace, name)
-        if there is None or there["metadata"].get("deletionTimestamp"):
+        except api.AlreadyExists:
+            stored = self.cluster.get(resource, job.namespace, name)
+        if stored is None or stored["metadata"].get("deletionTimestamp"):
             raise PlatformUnreachable(f"an older {kind} {name} is still being removed", fix="submit again")
-        found = there["metadata"]
-        if owners and owners[0]["uid"] not in states.owners_of(there):
+        found = stored["metadata"]
+        if owners and owners[0]["uid"] not in states.owners_of(stored):
             fix = "remove it, or give the run another name"
             raise PlatformRefused(f"{kind} {name} is there, and belongs to something else", fix=fix)
         if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
@@ -198,143 +201,170 @@ class GkePlatform:
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state of the job, and if it waits or has lost a machine, the reason."""
+        """Return the state of the job, and the reason if it waits or has lost a machine."""
         job = states.JobName.parse(job_id)
         watch = self._jobs.setdefault(job_id, JobWatch(self.cluster, job))
-        told, workload = watch.status(), watch.workload
-        if told.state.is_final or workload is None:
-            return told
+        status, workload = watch.status(), watch.workload
+        if status.state.is_final or workload is None:
+            return status
         pods, now = watch.pods(), time.monotonic()
-        reasons = tuple(states.losses(pods, told.exit_codes))
-        if told.state is JobState.PENDING:
-            if now - watch.asked >= _EXPLAIN:
+        reasons = tuple(states.lost_nodes(pods, status.exit_codes))
+        if status.state is JobState.PENDING:
+            if now - watch.explained >= _EXPLAIN:
                 watch.reasons = tuple(explain(self.cluster, job, workload, pods))
-                watch.asked = now = time.monotonic()
+                watch.explained = now = time.monotonic()
             reasons += watch.reasons
-        # What keeps the job from running, once something of that kind has for longer than the settings allow. It may
-        # change its words from one look to the next: they name pods that are made anew.
-        refusal = next((reason for reason in reasons if reason.code in REFUSALS), None)
-        watch.refused_since = min(watch.refused_since, now) if refusal else math.inf
-        waited_enough = now - watch.refused_since > self._settings.refused_after
-        return replace(told, reasons=reasons, refused=refusal if waited_enough else None)
+        status = replace(status, reasons=reasons)
+        # The message of a refusal may change from one look to the next: it names pods that are created again.
+        refusals = [reason for reason in reasons if reason.code in REFUSALS]
+        if not refusals:
+            watch.refused_since = math.inf
+            return status
+        watch.refused_since = min(watch.refused_since, now)
+        if now - watch.refused_since <= self._settings.refused_after:
+            return status
+        return replace(status, refused=refusals[0])
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         job, watch = states.JobName.parse(job_id), self._jobs.get(job_id)
         if watch is None or not watch.watched:
-            once, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
-            once.status()
+            unwatched, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
+            unwatched.status()
             try:
-                return follower.page(once.pods(), last=True)
+                return follower.page(unwatched.pods(), last=True)
             finally:
                 follower.stop()
-        over = watch.status().state.is_final
+        has_ended = watch.status().state.is_final
         if watch.follower is None or watch.follower.position != position:
             if watch.follower is not None:
                 watch.follower.stop()
             watch.follower = Follower(self.cluster, job, position)
-        told = watch.follower.page(watch.pods(), last=over)
-        if over and not told.more:
+        page = watch.follower.page(watch.pods(), last=has_ended)
+        if has_ended and not page.more:
             _stop(self._jobs, job_id)
-        return told
+        return page
 
     def cancel(self, job_id: JobId) -> None:
         """Delete everything that has the job's labels, and list until nothing has.
 
-        Where some of it may not be listed or deleted, the rest is deleted all the same; what does not go is named, with
+        If some of it may not be listed or deleted, the rest is deleted nevertheless. The error names what remains, and
         what holds it.
         """
         _stop(self._jobs, job_id)
-        job, limit = states.JobName.parse(job_id), self._settings.grace + self._gone
+        job, limit = states.JobName.parse(job_id), self._settings.grace + self._removal
         ends, pause = time.monotonic() + limit, 0.1
-        cluster = self.cluster.within(limit)
+        cluster = self.cluster.with_deadline(limit)
         refused: dict[api.Resource, api.Forbidden] = {}
-        left: Left = {}
+        remaining: Remaining = {}
         try:
-            while left := _left(cluster, job, self._settings, refused):
-                there = {states.uid_of(one) for things in left.values() for one in things}
-                going = False
-                for resource, things in left.items():
-                    staying = [one for one in things if not one["metadata"].get("deletionTimestamp")]
-                    going = going or len(staying) < len(things)
-                    # What has an owner goes with it, or a controller would put another in its place.
-                    free = [one for one in staying if not states.owners_of(one) & there]
-                    if not free or resource in refused:
-                        continue
-                    try:
-                        if resource is api.SERVICES:  # of which there is one, maybe without our labels
-                            cluster.delete_one(resource, free[0])
-                        else:
-                            cluster.delete(resource, job.namespace, labels=job.labels)
-                        going = True
-                    except api.Forbidden as error:
-                        refused[resource] = error
-                if not going:
-                    break  # nothing of what is left may be deleted
+            while True:
+                remaining = _list_remaining(cluster, job, self._settings, refused)
+                if not remaining or not _delete(cluster, job, remaining, refused):
+                    break  # nothing remains, or nothing that may be deleted
                 if time.monotonic() + pause > ends:
                     raise PlatformUnreachable(f"it had {limit:.0f} s")
                 time.sleep(pause)
                 pause = min(2.0, pause * 1.5)
         except PlatformUnreachable as error:
-            still = f"is not gone: {_told(left)}" if left else "may not be gone"
-            # Only a machine can say that a pod of it has ended.
-            silent = any(map(states.silent_since, left.get(api.PODS, ())))
-            fix = "a silent machine's pods go when it is back, or with its Node (`kubectl delete node`); " * silent
-            raise PlatformUnreachable(f"job {job} {still}; {error}", fix=f"{fix}cancel it again") from error
+            still = f"is not gone: {_described(remaining)}" if remaining else "may not be gone"
+            fix = "cancel it again"
+            if any(map(states.unreachable_since, remaining.get(api.PODS, ()))):
+                # Only a machine can report that one of its pods has ended.
+                machines = "a silent machine's pods go when it is back, or with its Node (`kubectl delete node`)"
+                fix = f"{machines}; {fix}"
+            raise PlatformUnreachable(f"job {job} {still}; {error}", fix=fix) from error
         if refused:
-            rest = f"still there: {_told(left)}" if left else "what may be seen of it is gone"
-            words = "; ".join(error.message for error in refused.values())
+            rest = f"still there: {_described(remaining)}" if remaining else "what may be seen of it is gone"
+            reasons = "; ".join(error.message for error in refused.values())
             fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
-            raise PlatformRefused(f"job {job} is not proved to be gone: {words} ({rest})", fix=fixes)
+            raise PlatformRefused(f"job {job} is not proved to be gone: {reasons} ({rest})", fix=fixes)
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         job, refused = states.JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
-        left = _left(self.cluster, job, self._settings, refused)
-        if words := "; ".join(error.message for error in refused.values()):
-            raise PlatformRefused(f"what is left of job {job} cannot be listed: {words}")
-        return tuple(_told({resource: things}) for resource, things in left.items())
+        remaining = _list_remaining(self.cluster, job, self._settings, refused)
+        if refused:
+            reasons = "; ".join(error.message for error in refused.values())
+            raise PlatformRefused(f"what is left of job {job} cannot be listed: {reasons}")
+        return tuple(_described({resource: things}) for resource, things in remaining.items())
 
 
 def _stop(jobs: dict[JobId, JobWatch], *ids: JobId) -> None:
     for job_id in ids or tuple(jobs):
-        if (watch := jobs.pop(job_id, None)) is not None:
+        watch = jobs.pop(job_id, None)
+        if watch is not None:
             watch.stop()
 
 
+def _delete(
+    cluster: Cluster, job: states.JobName, remaining: Remaining, refused: dict[api.Resource, api.Forbidden]
+) -> bool:
+    """Delete what remains of a job, and return whether something is being deleted."""
+    uids = {states.uid_of(thing) for things in remaining.values() for thing in things}
+    is_going = False
+    for resource, things in remaining.items():
+        staying = [thing for thing in things if not thing["metadata"].get("deletionTimestamp")]
+        is_going = is_going or len(staying) < len(things)
+        # An owned object goes with its owner. Deleted before it, a controller would create another one.
+        unowned = [thing for thing in staying if not states.owners_of(thing) & uids]
+        if not unowned or resource in refused:
+            continue
+        try:
+            if resource is api.SERVICES:  # there is one, and it may not have our labels
+                cluster.delete_one(resource, unowned[0])
+            else:
+                cluster.delete(resource, job.namespace, labels=job.labels)
+            is_going = True
+        except api.Forbidden as error:
+            refused[resource] = error
+    return is_going
+
+
 def digest_of(items: Any) -> str:
-    """A checksum of what is sent, but for labels, which tell who has sent it and change nothing."""
-    text = json.dumps(items)
-    sent = json.loads(text, object_pairs_hook=lambda pairs: {name: one for name, one in pairs if name != "labels"})
+    """Return a checksum of what is sent, without labels, which name the submitter and change nothing."""
+
+    def without_labels(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: value for name, value in pairs if name != "labels"}
+
+    sent = json.loads(json.dumps(items), object_pairs_hook=without_labels)
     return sha256(json.dumps(sent, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _left(
+def _list_remaining(
     cluster: Cluster, job: states.JobName, settings: GkePlatformConfig, refused: dict[api.Resource, api.Forbidden]
-) -> Left:
-    left = {}
+) -> Remaining:
+    remaining = {}
     for resource in made_of(settings):
-        # JobSet does not hand our labels on to the Service that it makes.
-        which = {"fields": f"metadata.name={job.name}"} if resource is api.SERVICES else {"labels": job.labels}
         try:
-            found, _ = cluster.list(resource, job.namespace, **which)
-        except api.NotThere:
+            if resource is api.SERVICES:  # JobSet does not give our labels to the Service that it creates
+                found, _ = cluster.list(resource, job.namespace, fields=f"metadata.name={job.name}")
+            else:
+                found, _ = cluster.list(resource, job.namespace, labels=job.labels)
+        except api.NotFound:
             continue  # a cluster without that kind has nothing of it
         except api.Forbidden as error:
             refused[resource] = error
             continue
         if found:
-            left[resource] = found
-    return left
+            remaining[resource] = found
+    return remaining
 
 
-def _told(left: Left) -> str:
-    """Return what is left, and what holds it: a finalizer that nobody serves, or the machine that a pod is on."""
+def _described(remaining: Remaining) -> str:
+    """Return what remains in words, and what holds it: a finalizer that nobody serves, or the machine of a pod."""
     parts = []
-    for resource, things in left.items():
-        held = sorted({one for thing in things for one in thing["metadata"].get("finalizers", ())})
-        some = []
-        for thing in things[:3]:
-            machine, since = thing.get("spec", {}).get("nodeName"), states.silent_since(thing)
-            silent = f", which has not answered since {since}" if since else ""
-            some.append(thing["metadata"]["name"] + (f" on {machine}{silent}" if machine else ""))
-        parts.append(f"{len(things)} {resource} ({', '.join(some)}" + f"; held by {', '.join(held)}" * bool(held) + ")")
+    for resource, things in remaining.items():
+        examples = ", ".join(map(_located, things[:3]))
+        finalizers = {name for thing in things for name in thing["metadata"].get("finalizers", ())}
+        if finalizers:
+            examples += f"; held by {', '.join(sorted(finalizers))}"
+        parts.append(f"{len(things)} {resource} ({examples})")
     return ", ".join(parts)
+
+
+def _located(thing: ApiObject) -> str:
+    """Return the object's name, for a pod with its machine."""
+    name, machine = thing["metadata"]["name"], thing.get("spec", {}).get("nodeName")
+    since = states.unreachable_since(thing)
+    if since:
+        return f"{name} on {machine}, which has not answered since {since}"
+    return f"{name} on {machine}" if machine else str(name)

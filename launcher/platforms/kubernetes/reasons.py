@@ -1,7 +1,7 @@
-"""Why a cluster refuses a job, or does not run it yet: the words of others as findings, each with what to do about it.
+"""The reasons why a cluster refuses a job or does not run it yet: the cluster's messages as findings with a fix.
 
-A 403 alone says little: quotas, limits and policies answer with it as well as missing roles do. The pods of a job are
-alike, so one that waits speaks for the others, and the number of calls does not grow with the nodes.
+A 403 alone means little: quotas, limits, policies and missing roles all answer with it. The pods of a job are alike, so
+one waiting pod stands for the others, and the number of calls does not grow with the nodes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from launcher.errors import LauncherError
 from launcher.platforms.kubernetes import states
-from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotThere
+from launcher.platforms.kubernetes.cluster import EVENTS, WORKLOADS, ApiObject, Cluster, NotFound
 from launcher.platforms.kubernetes.render import job_name
 from litgpt_demo.errors import Finding, Severity
 
@@ -22,7 +22,7 @@ CLUSTER_ROLES = "have the Role of deployments/rbac.yaml bound to your account in
 
 
 class Phrase(NamedTuple):
-    """A phrase of a cluster's message, and what it means. `{0}` stands for what the pattern's first group matched."""
+    """A phrase of a cluster's message and its meaning. `{0}` stands for the match of the pattern's first group."""
 
     pattern: str
     code: str
@@ -31,10 +31,12 @@ class Phrase(NamedTuple):
     severity: Severity = "warning"
 
     def read(self, text: str, area: str) -> list[Finding]:
-        """Return a finding for every different place of the text that the phrase matches."""
-        places, code = dict.fromkeys(found.groups() for found in re.finditer(self.pattern, text)), f"{area}.{self.code}"
-        told = ([word.strip() for word in place] for place in places)
-        return [Finding(self.severity, code, self.what.format(*one), self.fix.format(*one)) for one in told]
+        """Return a finding for each different match in the text."""
+        code, findings = f"{area}.{self.code}", list[Finding]()
+        for groups in dict.fromkeys(match.groups() for match in re.finditer(self.pattern, text)):
+            values = [group.strip() for group in groups]
+            findings.append(Finding(self.severity, code, self.what.format(*values), self.fix.format(*values)))
+        return findings
 
 
 def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
@@ -75,13 +77,13 @@ _ADMISSION = (
 
 
 def refusals(message: str, area: str) -> list[Finding]:
-    """Return all reasons that the message tells, each with its fix; never none. Their codes begin with `area`."""
+    """Return all reasons in the message, at least one, each with its fix. Their codes begin with `area`."""
     known = [finding for phrase in _ADMISSION for finding in phrase.read(message, area)]
     return known or [Finding("error", f"{area}.refused", message, "change what it names, or ask who runs the cluster")]
 
 
 def advice(message: str) -> str:
-    """Return what to do about a refusal, in one line."""
+    """Return the fixes of a refusal in one line."""
     return "; ".join(dict.fromkeys(finding.fix for finding in refusals(message, "gke")))
 
 
@@ -90,19 +92,19 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: Iterable[ApiObject]) -> list[Finding]:
-    """Return what keeps the job from running, the most telling first; what cannot be asked or read is left out."""
-    there = [pod for pod in pods if states.restart_of(pod) == states.restarts_of(workload)]
-    waiting = sorted((pod for pod in there if not states.began(pod)), key=states.index_of)
-    complete = len(there) >= states.nodes_of(workload)
-    told = [_of_pods(waiting), _of_events(cluster, job, workload, waiting[:1], complete=complete)]
-    found: list[Finding] = []
+    """Return the reasons why the job does not run, the most severe first, as far as they can be requested and read."""
+    present = [pod for pod in pods if states.restart_of(pod) == states.restarts_of(workload)]
+    waiting = sorted((pod for pod in present if not states.began(pod)), key=states.index_of)
+    complete = len(present) >= states.nodes_of(workload)
+    sources = [_of_pods(waiting), _of_events(cluster, job, workload, waiting[:1], complete=complete)]
     if _QUEUE in workload["metadata"].get("labels", {}):
-        told.append(_of_kueue(cluster, job, workload))
-    for reasons in told:
-        # Anybody may write Events and conditions into a cluster; the following of a job does not end with an odd one.
+        sources.append(_of_kueue(cluster, job, workload))
+    findings: list[Finding] = []
+    for source in sources:
+        # Anybody may write Events and conditions into a cluster. A malformed one must not end the follower of a job.
         with suppress(LauncherError, LookupError, TypeError, AttributeError, ValueError):
-            found.extend(reasons)
-    return sorted(dict.fromkeys(found), key=lambda finding: ("error", "warning", "info").index(finding.severity))
+            findings.extend(source)
+    return sorted(dict.fromkeys(findings), key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
 # Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
@@ -144,7 +146,7 @@ def unschedulable(message: str) -> Iterator[Finding]:
     """Yield every reason of a scheduler's message, each with its fix.
 
     `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint(s). no new claims to deallocate,
-    preemption: 0/3 nodes …`: what is behind the first sentence says why no other pod could make room.
+    preemption: 0/3 nodes …`: the text behind the first sentence says why the pod can replace no other one.
     """
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
     fix = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
@@ -168,25 +170,29 @@ _WAITING = (
 
 
 def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
-    reasons: dict[Finding, list[int]] = {}
+    nodes_by_reason: dict[Finding, list[int]] = {}
     for pod in waiting:
-        found: list[Finding] = []
-        if gates := [one["name"] for one in pod["spec"].get("schedulingGates") or ()]:
-            close = "kueue.x-k8s.io/topology" in gates
-            by = "Kueue, which looks for machines close together" if close else ", ".join(gates)
-            found.append(Finding("info", f"{_AREA}.gated", f"held back by {by}", "wait: it goes on by itself"))
-        elif (told := states.condition(pod, "PodScheduled", "False")) is not None:
-            found += unschedulable(told.get("message", ""))
+        findings: list[Finding] = []
+        gates = [gate["name"] for gate in pod["spec"].get("schedulingGates") or ()]
+        unscheduled = states.condition(pod, "PodScheduled", "False")
+        if gates:
+            by = ", ".join(gates)
+            if "kueue.x-k8s.io/topology" in gates:
+                by = "Kueue, which looks for machines close together"
+            findings.append(Finding("info", f"{_AREA}.gated", f"held back by {by}", "wait: it goes on by itself"))
+        elif unscheduled is not None:
+            findings += unschedulable(unscheduled.get("message", ""))
         status = pod.get("status", {})
-        for one in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
-            waits = one["state"].get("waiting", {})
-            for known in _first(_WAITING, f"{waits.get('reason', '')}: {waits.get('message', '')}"):
-                found.append(replace(known, what=f"container {one['name']}, image {one['image']}: {known.what}"))
-        for finding in found:
-            reasons.setdefault(finding, []).append(states.index_of(pod))
-    for finding, nodes in reasons.items():
-        who = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes (node {nodes[0]} first)"
-        yield replace(finding, what=f"{who}: {finding.what}")
+        for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+            waits = container["state"].get("waiting", {})
+            place = f"container {container['name']}, image {container['image']}"
+            for finding in _first(_WAITING, f"{waits.get('reason', '')}: {waits.get('message', '')}"):
+                findings.append(replace(finding, what=f"{place}: {finding.what}"))
+        for finding in findings:
+            nodes_by_reason.setdefault(finding, []).append(states.index_of(pod))
+    for finding, nodes in nodes_by_reason.items():
+        place = f"node {nodes[0]}" if len(nodes) == 1 else f"{len(nodes)} nodes (node {nodes[0]} first)"
+        yield replace(finding, what=f"{place}: {finding.what}")
 
 
 # The event's reason and its message. `FailedCreate` is read by `refusals`.
@@ -215,9 +221,8 @@ REFUSALS = frozenset(
         "deactivated",
     )
 )
-"""The API server does not take the pods, or the Job or Service that they need, a kubelet cannot start them, or Kueue
-has deactivated the job: waiting alone does not change that. Controllers try again at least every minute, kubelets
-every five."""
+"""The codes of reasons that waiting does not change: the API server refuses the pods, or their Job or Service, a
+kubelet cannot start them, or Kueue has deactivated the job. Controllers try again every minute, kubelets every five."""
 
 
 def _of_events(
@@ -225,20 +230,23 @@ def _of_events(
 ) -> Iterator[Finding]:
     uids = {job.name: states.uid_of(workload)}
     if workload["kind"] == "JobSet":
-        uids[job_name(job.name)] = ""  # a Job that we have not seen; of the others, no older namesake's events count
+        uids[job_name(job.name)] = ""  # a Job whose uid we do not know
     uids |= {pod["metadata"]["name"]: states.uid_of(pod) for pod in waiting}
     for name, uid in uids.items():
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
-        about = [one for one in events if uid in ("", (one.get("involvedObject") or {}).get("uid"))]
-        about.sort(key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
-        # Both are optional (core/v1 Event).
-        newest = {str(event.get("reason") or ""): str(event.get("message") or "") for event in about}
-        if complete:  # what once kept a pod from being made is over
+        events.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
+        newest: dict[str, str] = {}
+        for event in events:
+            # The events of an older object of that name do not count. Reason and message are optional (core/v1 Event).
+            if uid in ("", (event.get("involvedObject") or {}).get("uid")):
+                newest[str(event.get("reason") or "")] = str(event.get("message") or "")
+        if complete:  # the problem that kept a pod from being created is over
             newest.pop("FailedCreate", None)
         for reason, message in newest.items():
             if reason == "FailedCreate":
                 yield from refusals(message.removeprefix("Error creating: "), _AREA)
-            elif (part := _REFUSED_PARTS.get(reason)) is not None:
+            elif reason in _REFUSED_PARTS:
+                part = _REFUSED_PARTS[reason]
                 what = f"JobSet cannot create its {part.title()}: {message}"
                 yield Finding("error", f"{_AREA}.{part}", what, advice(message))
             else:
@@ -246,34 +254,33 @@ def _of_events(
 
 
 def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Iterator[Finding]:
-    """Yield the reasons in Kueue's Workload; its conditions are known from the documentation only (INFERRED)."""
+    """Yield the reasons in Kueue's Workload. Its conditions are those of the documentation (INFERRED)."""
     queue = workload["metadata"]["labels"][_QUEUE]
     try:
         listed, _ = cluster.list(WORKLOADS, job.namespace)
-    except NotThere:
+    except NotFound:
         what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
         yield Finding("error", f"{_AREA}.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
-    mine = [one for one in listed if states.uid_of(workload) in states.owners_of(one)]
-    if not mine:
+    own = [admission for admission in listed if states.uid_of(workload) in states.owners_of(admission)]
+    if not own:
         what = f"Kueue has not taken notice of the job in its queue {queue}"
         yield Finding("warning", f"{_AREA}.queue", what, "is Kueue's controller running, with JobSets turned on?")
-    for one in mine:
-        if one["spec"].get("active") is False:  # https://kueue.sigs.k8s.io/docs/concepts/workload/#active
-            name, why = one["metadata"]["name"], states.condition(one, "Evicted") or {}
+    for admission in own:
+        evicted = states.condition(admission, "Evicted")
+        if admission["spec"].get("active") is False:  # https://kueue.sigs.k8s.io/docs/concepts/workload/#active
+            name, why = admission["metadata"]["name"], evicted or {}
             what = f"Kueue has deactivated the job's Workload ({why.get('reason', '')}): {why.get('message', '')}"
             patch = f'kubectl patch workload {name} -n {job.namespace} --type=merge -p \'{{"spec":{{"active":true}}}}\''
             yield Finding("error", f"{_AREA}.deactivated", what, f"it stays so until somebody activates it: {patch}")
             continue
-        if (evicted := states.condition(one, "Evicted")) is not None:
+        if evicted is not None:
             what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
             yield Finding("warning", f"{_AREA}.evicted", what, "it goes on by itself, from its last checkpoint")
-        if states.condition(one, "Admitted") is not None:
-            continue
-        told = states.condition(one, "QuotaReserved", "False")
-        if told is not None and evicted is None:
-            what = f"queue {queue}: {told.get('message', '')}"
-            if told.get("reason") == "Inadmissible" or "maximum capacity" in what:
+        unreserved = states.condition(admission, "QuotaReserved", "False")
+        if evicted is None and unreserved is not None and states.condition(admission, "Admitted") is None:
+            what = f"queue {queue}: {unreserved.get('message', '')}"
+            if unreserved.get("reason") == "Inadmissible" or "maximum capacity" in what:
                 yield Finding("error", f"{_AREA}.queue", what, "fix platform.queue, or take fewer platform.nodes")
             else:
                 yield Finding("warning", f"{_AREA}.queue", what, "wait for other jobs to end, or raise the quota")

@@ -1,8 +1,8 @@
 """Rendering of a job as Kubernetes objects: a JobSet, or an Indexed Job with its headless Service, and what they need.
 
-A JobSet is one Indexed Job of all nodes that the cluster restarts as a whole. A plain Job, for clusters without JobSet,
-is restarted by the launcher's next attempt. Each pod has one container that runs `python -m litgpt_demo node`, and what
-its network adds. Pure: no cluster, no clock, no disk.
+A JobSet is one Indexed Job of all nodes, which the cluster restarts as a unit. Clusters without JobSet get a plain Job,
+which the launcher's next attempt replaces. Each pod has one container that runs `python -m litgpt_demo node`, and those
+of its network. Pure: no cluster, no clock, no disk.
 """
 
 from __future__ import annotations
@@ -23,19 +23,12 @@ from litgpt_demo.storage import bucket_path
 WorkloadObjects = Literal["jobset", "job"]
 
 PLATFORM = "gke"
-# What comes back however often it is tried: the user's mistake, bad data, too little memory or disk, and what nobody
-# knows. 137 is SIGKILL, mostly for memory: a cluster's rules do not see the reason (OOMKilled); the launcher does, and
-# decides.
-_FAULTS = (
-    FailureClass.UNKNOWN,
-    FailureClass.USER,
-    FailureClass.DATA,
-    FailureClass.OUT_OF_MEMORY,
-    FailureClass.DISK_FULL,
-)
-HOPELESS = (*sorted(EXIT_CODES[fault] for fault in _FAULTS), 137)
+_PERMANENT = ("UNKNOWN", "USER", "DATA", "OUT_OF_MEMORY", "DISK_FULL")
+HOPELESS = (*sorted(EXIT_CODES[FailureClass[name]] for name in _PERMANENT), 137)
+"""The exit codes of failures that a restart does not change. 137 is SIGKILL, mostly for memory: a cluster's rules do
+not see the reason (OOMKilled), but the launcher sees it and decides."""
 
-# What a network's claims are made from: a ComputeDomain's controller makes the claim template itself.
+# The objects behind a network's claims. The controller of a ComputeDomain creates the claim template.
 _CLAIM_KINDS: Mapping[str, api.Resource] = {"compute-domain": api.COMPUTE_DOMAINS, "rdma": api.CLAIM_TEMPLATES}
 
 _POD_SUFFIX = 6
@@ -48,9 +41,9 @@ NODE = "node"
 """The container of a pod that runs `python -m litgpt_demo node`."""
 PORT = 29500
 DIRECTORY = "/run/litgpt"
-"""A node's own logs, error files and staged data; an emptyDir, so that it goes with the pod."""
+"""A node's own logs, error files and staged data: an emptyDir, which is deleted with the pod."""
 TEMPORARY = "/tmp"
-"""An emptyDir where the image cannot be written: temporary files, and the home of a user without any."""
+"""An emptyDir if the image is read-only: temporary files, and the home of a user without one."""
 BUCKETS = "/gcs"
 """The folder where buckets are mounted for `stage: fuse`."""
 
@@ -64,15 +57,15 @@ def job_name(name: str) -> str:
 
 
 def pod_host(workload: str, name: str, index: int) -> str:
-    """The host name of pod `index`: JobSet numbers its jobs too, of which we have one."""
+    """Return the host name of pod `index`."""
     return f"{job_name(name)}-{index}" if workload == "jobset" else f"{name}-{index}"
 
 
 def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
-    """The submission: a Kubernetes List, which `kubectl apply -f -` would take as it is printed."""
+    """Return the submission: a Kubernetes List, which `kubectl apply -f -` accepts as printed."""
     name = job.attempt_name
-    # JobSet's webhook would refuse names of pods that do not fit; a Job's pods would never appear.
-    # A later attempt with a longer number must not end a run that has trained for days.
+    # JobSet's webhook would refuse too long names of pods, and a Job's pods would never appear. The room for a longer
+    # number of a later attempt is reserved now: it must not end a run that has trained for days.
     number = max(0, _ATTEMPT_DIGITS - len(str(job.attempt)))
     longest = len(pod_host(workload, name, job.nodes - 1)) + number + _POD_SUFFIX
     if longest > LONGEST_LABEL:
@@ -87,10 +80,10 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     plain = {**metadata, "labels": labels}
     items: list[dict[str, Any]] = []
     if settings.isolated:
-        # Pods of the attempt alone connect to its pods: rank 0's store and gloo ask nobody for a password. All ports,
-        # because NCCL and gloo listen on any that is free. What pods connect to (DNS, buckets) is left open. It holds
-        # on eth0, where the cluster has network policy enforcement (GKE: Dataplane V2 or Calico); the further
-        # interfaces of TCPX, TCPXO and RDMA are networks of the GPUs' own, which it does not cover:
+        # Only pods of the attempt connect to its pods, because rank 0's store and gloo have no password. The policy has
+        # all ports, because NCCL and gloo listen on any free one. Outgoing connections (DNS, buckets) stay open. It
+        # holds on eth0 of clusters with network policy enforcement (GKE: Dataplane V2 or Calico), but not on the
+        # further interfaces of TCPX, TCPXO and RDMA, which are networks of the GPUs' own:
         # https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
         attempt = {"matchLabels": {JOB_LABEL: name}}
         ingress = [{"from": [{"podSelector": attempt}]}]
@@ -98,15 +91,15 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         version = "networking.k8s.io/v1"
         items.append({"apiVersion": version, "kind": "NetworkPolicy", "metadata": plain, "spec": policy})
     items += [_claim(claim, job, plain, network) for claim in network.claims]
-    # Kueue starts what waits in its queues; nothing else may.
+    # Only Kueue starts the jobs in its queues.
     spec = {**drop_empty(suspend=queue is not None), "ttlSecondsAfterFinished": settings.ttl}
     if workload == "jobset":
-        # It makes the headless Service itself; pods are `<name>-nodes-0-<index>.<name>`.
-        # By its failure policy what comes back ends it; anything else restarts it and is counted. A preemption is
-        # counted too. The cluster knows of no checkpoint, does not pause between two restarts, and takes a pod's
-        # eviction from a full machine for a preemption; the launcher, which starts the next attempt, knows better.
-        # A disrupted pod and an exit code are both `PodFailurePolicy` to JobSet, told apart by the Job controller's
-        # message (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy):
+        # JobSet creates the headless Service. Pods are `<name>-nodes-0-<index>.<name>`. By its failure policy a
+        # permanent failure ends it. Any other failure, preemptions included, restarts it and counts. The cluster knows
+        # no checkpoints, does not pause between restarts, and counts a pod's eviction from a full machine as a
+        # preemption. The launcher, which starts the next attempt, distinguishes these.
+        # A disrupted pod and an exit code are both `PodFailurePolicy` to JobSet. Only the Job controller's message
+        # differs (https://github.com/kubernetes-sigs/jobset/tree/08dfbdfd/keps/262-ConfigurableFailurePolicy):
         # `Container … for pod … failed with exit code 42 matching …`.
         hopeless = {
             "name": "hopeless",
@@ -144,20 +137,20 @@ def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
 def made_of(settings: GkePlatformConfig) -> tuple[api.Resource, ...]:
     """Return the kinds of all objects that a job with these settings may have.
 
-    It is a JobSet or a Job by what the cluster had when it was submitted, so either is looked for.
+    Whether it is a JobSet or a Job depends on what the cluster had when it was submitted.
     """
-    claimed = (_CLAIM_KINDS[claim] for claim in settings.fabric.claims)
-    isolated = (api.NETWORK_POLICIES,) if settings.isolated else ()
+    isolated = [api.NETWORK_POLICIES] if settings.isolated else []
+    claimed = [_CLAIM_KINDS[claim] for claim in settings.fabric.claims]
     return (api.JOBSETS, api.JOBS, api.SERVICES, api.PODS, *isolated, *claimed)
 
 
 def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
-    """The Job's specification: all pods or none. One that fails fails the Job, at once and with its reason.
+    """Return the Job's specification: all pods or none. A failed pod fails the Job at once, with its reason.
 
-    Two pods of one index must never live at the same time (kubernetes#115844): a replacement waits until the old one is
-    gone, and there is none, because nothing is tried again (jobset#574).
+    Two pods of one index must never live at the same time (kubernetes#115844). Nothing is tried again, so there is no
+    replacement, which would have to wait for the end of the old pod (jobset#574).
     """
-    # A disrupted pod's exit code means nothing, so this comes first.
+    # This rule is first, because the exit code of a disrupted pod means nothing.
     disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = {"containerName": NODE, "operator": "In", "values": list(HOPELESS)}
     return {
@@ -172,7 +165,7 @@ def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) -> dict[str, Any]:
-    """The object behind a claim of the pods (dynamic resource allocation).
+    """Return the object behind a claim of the pods (dynamic resource allocation).
 
     `compute-domain`: memory shared over NVLink between the nodes of a GB200 rack; its controller makes the claim
     template. `rdma`: the node's RDMA cards, by GKE's managed DRA driver.
@@ -193,8 +186,8 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
 
 def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
     unprivileged = settings.uid != 0 and not network.root and not network.privileged
-    # Our own programs write where their volumes are. A script of the user's may write next to itself, and the scripts
-    # of networks that need root write as they like.
+    # Our own programs write only to their volumes. A user's script may write next to itself, and the scripts of
+    # networks that need root write anywhere.
     read_only = unprivileged and job.program[:2] == ("-m", "litgpt_demo")
     environment = _environment(job, settings, network, workload, unprivileged=unprivileged, read_only=read_only)
     volumes, mounts = _volumes(job, settings, network, read_only=read_only)
@@ -223,23 +216,23 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
     }
     annotations = {"kubectl.kubernetes.io/default-container": NODE, **network.annotations}
     if settings.stage == "fuse":
-        # Without limits of its own the sidecar is killed for memory, and the mount is gone for good:
+        # Without own limits the sidecar is killed for memory, and the mount does not come back:
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
         annotations["gke-gcsfuse/volumes"] = "true"
         annotations |= {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
     # https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas
     label = "cloud.google.com/gce-topology-"
-    if (level := settings.topology) is not None:
+    if settings.topology is not None:
         how = "required" if settings.topology_required else "preferred"
-        known = level in {"block", "subblock", "host"}
-        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = f"{label}{level}" if known else level
+        prefix = label if settings.topology in {"block", "subblock", "host"} else ""
+        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = f"{prefix}{settings.topology}"
     if settings.slice_nodes is not None:
         annotations["kueue.x-k8s.io/podset-slice-required-topology"] = f"{label}subblock"
         annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
     if settings.flex_start is not None and settings.queue is not None:
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
-    # The group makes volumes, a claim's files among them, the trainer's to write. A network's daemons run as their
-    # images say, so that such a pod has no user of its own.
+    # With the group, the trainer can write to volumes and to a claim's files. Such a pod has no user if the daemons of
+    # its network run as their images say.
     group = {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
     user = {"runAsNonRoot": True, "runAsUser": settings.uid, "runAsGroup": settings.uid} if unprivileged else {}
     claims = [{"name": claim, "resourceClaimTemplateName": f"{job.attempt_name}-{claim}"} for claim in network.claims]
@@ -249,14 +242,14 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         **drop_empty(serviceAccountName=settings.service_account),  # Workload Identity needs its name, not its token
         "automountServiceAccountToken": False,
         **drop_empty(securityContext=(user or settings.claim) and {**user, **group}),
-        # A secret that is not there keeps no pod from being created: the pull is tried without it.
+        # A pod is created without a missing secret too: the pull is then tried without it.
         **drop_empty(imagePullSecrets=[{"name": name} for name in settings.image_pull_secrets]),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         # Cluster names resolve on the host's network only by this policy.
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}),
         **_placement(job, settings, network),
         **drop_empty(priorityClassName=not settings.queue and settings.priority),
-        **drop_empty(initContainers=[dict(one) for one in network.init_containers]),
+        **drop_empty(initContainers=list(map(dict, network.init_containers))),
         "containers": [container],
         "volumes": volumes,
         **drop_empty(resourceClaims=claims),
@@ -268,7 +261,7 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
 def _environment(
     job: Job, settings: GkePlatformConfig, network: Network, workload: str, *, unprivileged: bool, read_only: bool
 ) -> list[Entry]:
-    """The variables of a node. JOB_COMPLETION_INDEX, its rank, is set by the Job controller."""
+    """Return the variables of a node. The Job controller sets JOB_COMPLETION_INDEX, its rank."""
     own: list[Entry] = []
 
     def add(name: str, value: str, why: str, **more: Any) -> None:
@@ -292,12 +285,13 @@ def _environment(
         add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
     for name, entry in settings.secrets.items():
         own.append(Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry))
-    # Kueue's topology-aware scheduling numbers pods by place; otherwise ranks are sorted on the nodes. That a pod may
-    # ask the metadata server where its machine is, is INFERRED; where it may not, nothing changes. Machines that we do
-    # not know may be nobody's cloud.
-    sorted_there = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
-    told = dict[str, Any](allow_sockets=settings.allow_sockets, place="gce" if sorted_there else None)
-    return node_environment(job, settings, network, own[first:], before=own[:first], **told)
+    # Kueue's topology-aware scheduling numbers pods by place. Otherwise the nodes sort the ranks. That a pod may query
+    # the metadata server for its machine's place is INFERRED; without permission nothing changes. A machine without a
+    # known type may be in no cloud.
+    sorts_ranks = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
+    place, sockets = "gce" if sorts_ranks else None, settings.allow_sockets
+    own, before = own[first:], own[:first]
+    return node_environment(job, settings, network, own, before=before, allow_sockets=sockets, place=place)
 
 
 def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:
@@ -312,16 +306,16 @@ def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool)
         "allowPrivilegeEscalation": False,
         **rights,
         "seccompProfile": {"type": "RuntimeDefault"},
-        **({"readOnlyRootFilesystem": True} if read_only else {}),
+        **drop_empty(readOnlyRootFilesystem=read_only),
     }
 
 
 def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
-    """Return which machines do: their labels, those to keep off, and taints that keep nobody of ours off.
+    """Return which machines the pods take: their labels, the excluded ones, and the tolerated taints.
 
-    Labels by how nodes were bought are as GKE's own documentation has them, at docs.cloud.google.com/
+    The labels of spot, reserved, flex-start and local SSD nodes are those of docs.cloud.google.com/
     kubernetes-engine/docs: how-to/spot-vms, how-to/consuming-reservations, how-to/dws-flex-start-training,
-    how-to/persistent-volumes/local-ssd. Of these only gke-spot was seen in a manifest; the others are INFERRED.
+    how-to/persistent-volumes/local-ssd. Only gke-spot was seen in a manifest; the others are INFERRED.
     """
     machine = settings.machine_type
     selector = dict(settings.node_selector)
@@ -341,7 +335,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml
         "cloud.google.com/gke-queued": settings.flex_start and "true",
     }
-    # What Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
+    # The taints that Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
     always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
     tolerations = [{"key": key, "operator": "Exists"} for key in always]
@@ -360,7 +354,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
 def _volumes(
     job: Job, settings: GkePlatformConfig, network: Network, *, read_only: bool
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    # 64 MB is what a container has otherwise: https://github.com/NVIDIA/nccl/issues/290
+    # Without it a container has 64 MB: https://github.com/NVIDIA/nccl/issues/290
     size = settings.shm or f"{network.shm_bytes // 2**30}Gi"
     volumes: list[Mapping[str, Any]] = [
         {"name": "scratch", "emptyDir": {}},
@@ -384,11 +378,11 @@ def _volumes(
         attributes = {
             "bucketName": bucket,
             "mountOptions": "implicit-dirs",  # folders without an object of their own are missing otherwise
-            # What was read is kept on the node's disk, without a limit: windows are read in random order. INFERRED.
+            # The node's disk caches what was read, without a limit, because samples are read in random order. INFERRED.
             "fileCacheCapacity": "-1",
             "fileCacheForRangeRead": "true",
-            # Pods on the host's network have no identity of their own unless asked for; needs driver 1.17.2.
-            **({"hostNetworkPodKSA": "true"} if settings.host_network else {}),
+            # Pods on the host's network have no own identity without it. It needs driver 1.17.2.
+            **drop_empty(hostNetworkPodKSA=settings.host_network and "true"),
         }
         csi = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True, "volumeAttributes": attributes}
         volumes.append({"name": f"bucket-{number}", "csi": csi})

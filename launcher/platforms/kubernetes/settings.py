@@ -149,8 +149,9 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         if (self.cluster is None) != (self.location is None):
             raise ValueError("platform.cluster and location find a GKE cluster; give both, or neither for a kubeconfig")
-        if len(given := [name for name in ("cluster", "kubeconfig", "in_cluster") if getattr(self, name)]) > 1:
-            raise ValueError(f"platform.{' and platform.'.join(given)} name different ways to a cluster; keep one")
+        ways = [name for name in ("cluster", "kubeconfig", "in_cluster") if getattr(self, name)]
+        if len(ways) > 1:
+            raise ValueError(f"platform.{' and platform.'.join(ways)} name different ways to a cluster; keep one")
         if self.queue is None and (self.topology, self.slice_nodes) != (None, None):
             raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
         if self.slice_nodes is not None and self.nodes % self.slice_nodes:

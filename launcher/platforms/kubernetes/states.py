@@ -1,4 +1,4 @@
-"""States of a job by its JobSet or Job and its pods, and the machines it has lost. Pure: objects in, values out."""
+"""The state of a job from its JobSet or Job and its pods, and its lost machines. Pure: objects in, values out."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ RESTART = "jobset.sigs.k8s.io/restart-attempt"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 _LOW_ON = "The node was low on resource:"
-# The advice for a pod that was evicted, by its fault. Of what a full machine lacks, only memory is told apart.
+# The advice for an evicted pod, by its failure class: a full machine lacks memory, or something else.
 _FITS = {
     FailureClass.OUT_OF_MEMORY: "set platform.memory to what a node needs, so that only machines with it are taken",
     FailureClass.NODE: "take machines with more scratch space (platform.local_ssd, a larger boot disk), or write less",
 }
 _NAMED = 3
-"""Nodes that are named; a job can lose hundreds at once."""
+"""Nodes that a message names; a job can lose hundreds at once."""
 
 
 @dataclass(frozen=True)
 class JobName:
-    """The name of a job, and the labels that find everything of it."""
+    """The name of a job, and the selector of everything of it."""
 
     namespace: str
     name: str
@@ -41,7 +41,7 @@ class JobName:
 
     @property
     def labels(self) -> str:
-        """A selector."""
+        """The label selector."""
         return f"{JOB_LABEL}={self.name}"
 
 
@@ -64,7 +64,7 @@ def pod_of(workload: Object) -> Object:
 
 def container_of(pod: Object) -> Object:
     """Return the container that trains, in the specification of a pod."""
-    return next((one for one in pod["containers"] if one["name"] == NODE), {})
+    return next((container for container in pod["containers"] if container["name"] == NODE), {})
 
 
 def nodes_of(workload: Object) -> int:
@@ -82,9 +82,8 @@ def restart_of(pod: Object) -> int:
 
 
 def index_of(pod: Object) -> int:
-    """The node that the pod is. The label exists since Kubernetes 1.28, the annotation always."""
-    meta = pod["metadata"]
-    return int(meta.get("labels", {}).get(INDEX) or meta.get("annotations", {}).get(INDEX) or 0)
+    """Return the number of the pod's node."""
+    return int(pod["metadata"].get("labels", {}).get(INDEX, 0))
 
 
 def uid_of(thing: Object) -> str:
@@ -92,78 +91,79 @@ def uid_of(thing: Object) -> str:
 
 
 def owners_of(thing: Object) -> set[str]:
-    return {one["uid"] for one in thing["metadata"].get("ownerReferences", ())}
+    return {owner["uid"] for owner in thing["metadata"].get("ownerReferences", ())}
 
 
 def condition(thing: Object, kind: str, status: str = "True") -> Object | None:
-    """Return the condition of that type, if it holds, or if that is its status."""
+    """Return the condition of that type if it has that status."""
     conditions = thing.get("status", {}).get("conditions") or ()
-    return next((one for one in conditions if one["type"] == kind and one["status"] == status), None)
+    return next((found for found in conditions if found["type"] == kind and found["status"] == status), None)
 
 
 def main_container(pod: Object) -> Object:
-    """The state of the container that trains: waiting, running or terminated."""
+    """Return the state of the container that trains: waiting, running or terminated."""
     statuses = pod.get("status", {}).get("containerStatuses") or ()
-    return next((one["state"] for one in statuses if one["name"] == NODE), {})
+    return next((status["state"] for status in statuses if status["name"] == NODE), {})
 
 
 def began(pod: Object) -> bool:
-    """Return True if the container that trains has ever started."""
+    """Return whether the container that trains has ever started."""
     return bool(main_container(pod).keys() & {"running", "terminated"})
 
 
 def ended(pod: Object) -> bool:
-    """Return whether the container that trains has terminated, and says nothing more."""
+    """Return whether the container that trains has ended."""
     return "terminated" in main_container(pod) or pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
 def final(workload: Object) -> Object | None:
-    """Return the condition by which the cluster has decided how the job ends."""
-    return next(filter(None, (condition(workload, kind) for kind in ("Completed", "Complete", "Failed"))), None)
+    """Return the condition that says how the job ended, None while it has not."""
+    return condition(workload, "Completed") or condition(workload, "Complete") or condition(workload, "Failed")
 
 
 class NodeSeen(NamedTuple):
-    """A node in one life of the job. Times are in seconds since the epoch, None while they have not come."""
+    """A node in one life of the job. Times are in seconds since the epoch, None while they lie in the future."""
 
     host: str
-    """The machine, once it is found."""
+    """The machine, empty while none was found."""
     scheduled: float | None
     """When a machine was found for it."""
     began: float | None
-    """When the container that trains began, its image there."""
+    """When the container that trains began, after its image was pulled."""
     code: int | None
-    """Its exit code, from which its fault follows (litgpt_demo.errors); negative is the signal that killed it. None
-    while it has not ended."""
+    """Its exit code, which has a failure class (litgpt_demo.errors), or the negative number of the signal that killed
+    it. None while it runs."""
     eviction: str
-    """The reason and what to do, where its kubelet ended it because the machine was full."""
+    """The reason and the advice if the kubelet evicted it from a full machine."""
 
 
 Seen = Mapping[tuple[int, int], NodeSeen]
-"""By life and node: pods may be gone by now."""
+"""The nodes by life and number. Their pods may be deleted."""
 
 
 def node_seen(pod: Object) -> NodeSeen:
-    """Return what the pod tells of its node.
+    """Return the pod's information about its node.
 
     A disrupted pod (https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions) was
-    preempted, however its processes ended, unless its own kubelet evicted it, which a machine that is taken away does
-    not do. It says `Evicted`, and why; the condition, which it shares with a node that shuts down, comes first:
+    preempted, however its processes ended, unless its own kubelet evicted it from a full machine. An evicted pod has
+    the reason `Evicted`. Its condition, which a node's shutdown also sets, comes earlier than the reason:
     https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
     """
     status, bound, container = pod.get("status", {}), condition(pod, "PodScheduled") or {}, main_container(pod)
     stopped, disrupted = container.get("terminated") or {}, condition(pod, "DisruptionTarget")
     code, eviction = int(stopped["exitCode"]) if stopped else None, ""
-    evicted = status.get("reason") == "Evicted"
-    words = str(status.get("message", "") if evicted else (disrupted or {}).get("message", ""))
+    is_evicted = status.get("reason") == "Evicted"
+    message = str((status if is_evicted else disrupted or {}).get("message", ""))
     if code == 0 or not ended(pod):
         pass
-    elif evicted or words.startswith(_LOW_ON):
-        fault = FailureClass.OUT_OF_MEMORY if words.startswith(f"{_LOW_ON} memory") else FailureClass.NODE
-        code, eviction = EXIT_CODES[fault], f"evicted by its kubelet: {one_line(words)}; {_FITS[fault]}"
+    elif is_evicted or message.startswith(_LOW_ON):
+        failure = FailureClass.OUT_OF_MEMORY if message.startswith(f"{_LOW_ON} memory") else FailureClass.NODE
+        code, eviction = EXIT_CODES[failure], f"evicted by its kubelet: {one_line(message)}; {_FITS[failure]}"
     elif disrupted is not None:
         code = EXIT_CODES[FailureClass.PREEMPTED]
-    elif code is None:  # refused by its kubelet: no container tells
-        code = EXIT_CODES[FailureClass.NODE] if status.get("phase") == "Failed" else None
+    elif code is None:
+        if status.get("phase") == "Failed":  # rejected by its kubelet before a container existed
+            code = EXIT_CODES[FailureClass.NODE]
     elif stopped.get("reason") == "OOMKilled":
         code = EXIT_CODES[FailureClass.OUT_OF_MEMORY]
     elif code > 128:  # signals
@@ -174,39 +174,41 @@ def node_seen(pod: Object) -> NodeSeen:
 
 
 def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> JobStatus:
-    """Return the state of the job, by the pods that are there now and what was seen of all of its nodes."""
+    """Return the state of the job from its present pods and what was seen of all of its nodes."""
     if workload is None:
         return JobStatus(state=JobState.ABSENT, native="not there")
     kind, meta, restart, nodes = workload["kind"], workload["metadata"], restarts_of(workload), nodes_of(workload)
-    mine = [pod for pod in pods if restart_of(pod) == restart]
-    up = sum(began(pod) for pod in mine)
+    present = [pod for pod in pods if restart_of(pod) == restart]
+    up = sum(map(began, present))
     restarted = f", restarted {restart} times" if restart else ""
-    if (over := final(workload)) is not None:
-        failed = over["type"] == "Failed"
-        state = JobState.FAILED if failed else JobState.SUCCEEDED
-        native = f"{kind} {over['type']}" + (f", {over.get('reason', '')}: {over.get('message', '')}" if failed else "")
+    end = final(workload)
+    if end is not None and end["type"] == "Failed":
+        state = JobState.FAILED
+        native = f"{kind} Failed, {end.get('reason', '')}: {end.get('message', '')}"
+    elif end is not None:
+        state, native = JobState.SUCCEEDED, f"{kind} {end['type']}"
     elif meta.get("deletionTimestamp"):
-        state, native = JobState.RUNNING if mine else JobState.PENDING, f"{kind} is being deleted"
+        state, native = JobState.RUNNING if present else JobState.PENDING, f"{kind} is being deleted"
     elif condition(workload, "Suspended") is not None or workload["spec"].get("suspend"):
         state, native = JobState.PENDING, f"{kind} Suspended"
     elif up < nodes:
         state, native = JobState.PENDING, f"{kind} waits: {up} of {nodes} nodes have started{restarted}"
     else:
         state, native = JobState.RUNNING, f"{kind} runs on {nodes} nodes{restarted}"
-    known = {node: one for (life, node), one in sorted(seen.items()) if life == restart}
-    first = [one for (life, _), one in seen.items() if life == 0]
-    found = [one.scheduled for one in first if one.scheduled is not None]
-    pulled = [one.began for one in first if one.began is not None]
+    current = {number: node for (life, number), node in sorted(seen.items()) if life == restart}
+    first = [node for (life, _), node in seen.items() if life == 0]
+    scheduled = [node.scheduled for node in first if node.scheduled is not None]
+    pulled = [node.began for node in first if node.began is not None]
     return JobStatus(
         state=state,
         native=native,
-        exit_codes={node: one.code for node, one in known.items() if one.code is not None},
-        evictions={node: one.eviction for node, one in known.items() if one.eviction},
-        hosts={node: one.host for node, one in known.items() if one.host},
-        scheduled=max(found) if len(found) == nodes else None,
+        exit_codes={number: node.code for number, node in current.items() if node.code is not None},
+        evictions={number: node.eviction for number, node in current.items() if node.eviction},
+        hosts={number: node.host for number, node in current.items() if node.host},
+        scheduled=max(scheduled) if len(scheduled) == nodes else None,
         pulled=max(pulled) if len(pulled) == nodes else None,
         started=_seconds(workload.get("status", {}).get("startTime") or meta.get("creationTimestamp")),
-        ended=_seconds(over["lastTransitionTime"]) if over else None,
+        ended=_seconds(end["lastTransitionTime"]) if end else None,
         restarts=restart,
     )
 
@@ -215,42 +217,46 @@ def _seconds(moment: str | None) -> float | None:
     return datetime.fromisoformat(moment).timestamp() if moment else None
 
 
-def losses(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding]:
-    """Yield what keeps a job from ending or from starting again: which machine, since when, and what happens next.
+def lost_nodes(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding]:
+    """Yield what keeps a job from ending or restarting: which machine, since when, and what happens next.
 
-    All pods count that are there, of earlier lives too: they hold up the next one. Codes are those of nodes that ended.
+    Pods of earlier lives count too, because they block the next life. `codes` has the nodes that have ended.
     """
-    if silent := sorted((pod for pod in pods if silent_since(pod)), key=index_of):
-        pod, since = silent[0], min(map(silent_since, silent))
-        named = ", ".join(f"node {index_of(pod)} on {pod['spec']['nodeName']}" for pod in silent[:_NAMED])
-        more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
-        what = f"the machine of {named}{more} has not answered since {since}"
-        tolerated = {one.get("key"): one.get("tolerationSeconds") for one in pod["spec"].get("tolerations", ())}
-        after = f"is given up after {tolerated.get('node.kubernetes.io/unreachable') or 300} s; then"
+    unreachable = sorted((pod for pod in pods if unreachable_since(pod)), key=index_of)
+    if unreachable:
+        pod, since = unreachable[0], min(map(unreachable_since, unreachable))
+        named = ", ".join(f"node {index_of(pod)} on {pod['spec']['nodeName']}" for pod in unreachable[:_NAMED])
+        if len(unreachable) > _NAMED:
+            named += f" and {len(unreachable) - _NAMED} more"
+        tolerated = {rule.get("key"): rule.get("tolerationSeconds") for rule in pod["spec"].get("tolerations", ())}
+        given_up = f"is given up after {tolerated.get('node.kubernetes.io/unreachable') or 300} s; then"
+        if pod["metadata"].get("deletionTimestamp"):
+            given_up = "was given up;"
         fix = (
-            f"its pod {'was given up;' if pod['metadata'].get('deletionTimestamp') else after} the job starts again "
-            "from its last checkpoint as soon as the machine is back or its Node is gone, which GKE sees to; "
-            f"elsewhere, once it is switched off: kubectl delete node {pod['spec']['nodeName']}"
+            f"its pod {given_up} the job starts again from its last checkpoint as soon as the machine is back or its "
+            "Node is gone, which GKE sees to; elsewhere, once it is switched off: "
+            f"kubectl delete node {pod['spec']['nodeName']}"
         )
-        yield Finding("warning", "gke.machine-lost", what, fix)
+        yield Finding("warning", "gke.machine-lost", f"the machine of {named} has not answered since {since}", fix)
         return
     failed = {node: code for node, code in codes.items() if code != 0}
-    if failed and any(not ended(pod) for pod in pods):
+    if failed and not all(map(ended, pods)):
         node, code = min(failed.items())
         what = f"node {node} has ended ({fault_of_exit_code(code)}, exit code {code}), and others have not yet"
         fix = "wait: they are asked to leave; a machine that does not answer is found out within a minute"
         yield Finding("warning", "gke.ending", what, fix)
 
 
-def silent_since(pod: Object) -> str:
-    """Return since when nothing is heard of the pod's machine; empty if it answers, or has told the pod's end.
+def unreachable_since(pod: Object) -> str:
+    """Return since when the pod's machine has not answered; empty if it answers, or has reported the pod's end.
 
-    The control plane declares the pods of a silent machine not ready (a minute after it fell silent at the latest),
-    while their containers stay as their kubelet last told: ready. No permission to look at machines is needed for that.
+    After a minute at most, the control plane declares the pods of a silent machine not ready. Their containers keep the
+    state that their kubelet reported last: ready. This needs no permission to list machines.
     https://kubernetes.io/docs/concepts/architecture/nodes/#node-status
     """
-    running = [one for one in pod.get("status", {}).get("containerStatuses") or () if "running" in one["state"]]
+    statuses = pod.get("status", {}).get("containerStatuses") or ()
+    running = [status for status in statuses if "running" in status["state"]]
     unready = condition(pod, "Ready", "False")
-    if ended(pod) or unready is None or not running or not all(one.get("ready") for one in running):
+    if ended(pod) or unready is None or not running or not all(status.get("ready") for status in running):
         return ""
     return str(unready.get("lastTransitionTime", "a while"))

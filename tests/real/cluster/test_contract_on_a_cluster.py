@@ -19,7 +19,7 @@ from kubernetes_cluster import running_cluster
 from waiting import until
 
 from launcher.job import JOB_LABEL, JobId
-from launcher.platforms.kubernetes.cluster import JOBS, JOBSETS, NotThere
+from launcher.platforms.kubernetes.cluster import JOBS, JOBSETS, NotFound
 from launcher.platforms.kubernetes.platform import GkePlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 
@@ -48,7 +48,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         """This suite's, all of which are called contract-…: also of a run that was interrupted."""
         names = set[str]()
         for resource in (JOBSETS, JOBS):  # a JobSet is there at once, its Job when the controller has made it
-            with contextlib.suppress(NotThere):
+            with contextlib.suppress(NotFound):
                 listed, _ = platform.cluster.list(resource, "default", labels=JOB_LABEL)
                 names |= {thing["metadata"]["labels"][JOB_LABEL] for thing in listed}
         return {JobId(f"default/{name}") for name in names if name.startswith("contract-")}

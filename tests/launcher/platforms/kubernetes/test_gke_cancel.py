@@ -47,7 +47,7 @@ def test_what_somebody_has_cut_loose_from_its_job_is_removed_too(cluster: Cluste
 
 
 def test_what_does_not_go_is_named_with_what_holds_it(cluster: Cluster, tmp_path: Path) -> None:
-    platform, job_id = begun(cluster, tmp_path, gone=0.0)
+    platform, job_id = begun(cluster, tmp_path, removal=0.0)
     pod = cluster.pods("nodes-0-1-")[0]["metadata"]["name"]
     cluster.change("pods", pod, lambda thing: thing["metadata"]["finalizers"].append("example.com/stuck"))
 
@@ -65,7 +65,7 @@ def test_what_does_not_go_is_named_with_what_holds_it(cluster: Cluster, tmp_path
 
 
 def test_beside_a_lost_machine_cancelling_says_which_one_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
-    platform, job_id = begun(cluster, tmp_path, gone=2.0)
+    platform, job_id = begun(cluster, tmp_path, removal=2.0)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.hang(lost)
     words = rf"demo-1-000000-nodes-0-1-\w+ on {lost}, which has not answered since 20.*kubectl delete node"

@@ -28,7 +28,7 @@ from launcher.runs.attempts import recorded_platform
 
 @pytest.fixture
 def cloud(tmp_path: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleCloud]:
-    connecting._google_way.cache_clear()
+    connecting._gke_cluster.cache_clear()
     with google_cloud(tmp_path) as made:
         made.token = lambda: cluster.token
         address, certificate = cluster.tls()
@@ -81,7 +81,7 @@ def test_cluster_with_another_certificate_is_sent_no_token(
     trust(cloud, certificate_in(tmp_path)[1].read_text())
     before = cluster.traffic.calls.total()
     with pytest.raises(PlatformUnreachable, match="certificate verify failed"):
-        connect(settings()).within(0.1).version()
+        connect(settings()).with_deadline(0.1).version()
     assert cluster.traffic.calls.total() == before
 
 

@@ -15,7 +15,7 @@ from waiting import until
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobState, LogLine
 from launcher.platforms.kubernetes import logs
-from launcher.platforms.kubernetes.logs import Place
+from launcher.platforms.kubernetes.logs import LogCursor
 from launcher.platforms.kubernetes.platform import GkePlatform
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 
@@ -117,7 +117,7 @@ def test_reading_on_from_any_line_gives_every_line_once(
     """In any zone; some lines are of the very same moment, and the API gives all of the second it is asked from."""
     moments = [BEGIN + timedelta(seconds=third // 3, milliseconds=third % 3 * 100) for third in sorted(thirds)]
     whole = [(moment, f"{stamp(moment, zone)} line {number}".encode()) for number, moment in enumerate(moments)]
-    place, got = Place(), list[str]()
+    place, got = LogCursor(), list[str]()
     for cut in [*sorted(cuts), len(whole) + 1]:
         since: Any = [line for at, line in whole if not place.since or at >= datetime.fromisoformat(place.since)]
         for text, behind in islice(logs._lines(since, place, "pod"), max(0, cut - len(got))):
@@ -128,5 +128,5 @@ def test_reading_on_from_any_line_gives_every_line_once(
 
 def test_a_line_of_the_kubelets_own_has_no_stamp_and_reading_goes_on_from_the_one_before() -> None:
     lines: Any = [b"2026-10-25T03:00:00.5+02:00 one", b"failed to create fsnotify watcher: too many open files"]
-    *_, (text, place) = logs._lines(lines, Place(), "pod")
+    *_, (text, place) = logs._lines(lines, LogCursor(), "pod")
     assert (text, place.since) == (lines[1].decode(), "2026-10-25T01:00:00Z")
