@@ -1,4 +1,4 @@
-"""The cost of a training before anything is rented: parameters, operations, memory and whether it fits, time, money."""
+"""The cost of a training before any machine is rented: parameters, operations, memory and its limit, time, money."""
 
 from __future__ import annotations
 
@@ -26,41 +26,45 @@ UTILISATION = 0.35
 _RECOMPUTE = ("none", "selective", "full")
 """Activation checkpointing, from what costs no time to what costs most."""
 _UNCERTAIN = 1.5
-"""Estimates come within 10 % of what torch measures (tests/litgpt_demo/models/test_estimates.py), without fragments."""
+"""Estimates are within 10 % of torch's measurements (tests/litgpt_demo/models/test_estimates.py), without fragments."""
 _COMPILED = 3.0
-"""torch.compile keeps less for the backward pass than is estimated, by what it fuses."""
-_NOT_HERE = "tensor, pipeline and expert parallelism are not here"
-_SHORTEST, _MOST = 128, 16_384  # tokens of a sample and processes: neither shorter nor more are proposed
+"""torch.compile fuses operations, and so keeps less for the backward pass than is estimated."""
+_MISSING = "tensor, pipeline and expert parallelism are not available"
+_SHORTEST_SAMPLE, _MOST_PROCESSES = 128, 16_384
+"""Limits of what a fix proposes: tokens of a sample, and number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """The device and memory that one process of a job has to itself."""
+class Device:
+    """The device and memory of one process of a job."""
 
     name: str
     kind: str
-    """cuda or cpu, as estimates tell them apart."""
+    """cuda or cpu, which have different estimates."""
     memory: int
     """Bytes."""
     peak: float | None
-    """FLOP/s in the training's precision, where that is known."""
+    """FLOP/s in the training's precision, if known."""
 
 
-def place_of(config: RunConfig) -> Place | None:
-    """Return the device of each process; None where the platform does not say, or names one that our table lacks."""
+def device_of(config: RunConfig) -> Device | None:
+    """Return the device of each process; None if the platform does not name it, or our table lacks it."""
     train, platform = config.train, config.platform
-    name = next(iter(gpu_names()), None) if platform.on_this_machine else platform.hardware
+    if platform.on_this_machine:
+        name = next(iter(gpu_names()), None)
+    else:
+        name = platform.hardware
     if name is not None:
         device = device_named(name)
         if device is None:
             return None
         peak = device.peak(matmul_dtype(train.precision, float8=train.float8))
-        return Place(name=device.name, kind="cuda", memory=device.memory, peak=peak)
+        return Device(name=device.name, kind="cuda", memory=device.memory, peak=peak)
     if not platform.on_this_machine:
         return None
     share = host_memory() // config.world_size
     name = "its share of this machine" if config.world_size > 1 else "this machine"
-    return Place(name=name, kind="cpu", memory=share, peak=None)
+    return Device(name=name, kind="cpu", memory=share, peak=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,59 +77,66 @@ class Needs:
     length: int
     world_size: int
     nodes: int
-    place: Place | None
+    device: Device | None
     why: str = ""
-    """The reason for the strategy in `train`, where it was `auto`."""
+    """The reason for the strategy in `train`, if the config has `auto`."""
 
     @cached_property
     def memory(self) -> estimates.Memory:
-        device = "cuda" if self.place is None else self.place.kind
+        kind = "cuda" if self.device is None else self.device.kind
         ranks = {"world_size": self.world_size, "nodes": self.nodes}
-        return estimates.memory(self.model, self.train, length=self.length, device=device, **ranks)
+        return estimates.memory(self.model, self.train, length=self.length, device=kind, **ranks)
 
     @property
-    def saved(self) -> int:
-        """A save on a CPU copies the state into the same memory."""
-        return self.memory.checkpoint_bytes if self.place is not None and self.place.kind == "cpu" else 0
+    def save_copy(self) -> int:
+        """Return the bytes of a save's copy, which is in the same memory on a CPU."""
+        if self.device is None or self.device.kind != "cpu":
+            return 0
+        return self.memory.checkpoint_bytes
 
     @property
     def likely(self) -> int:
-        return self.memory.total + self.saved
+        return self.memory.total + self.save_copy
 
     @property
     def fits(self) -> bool:
-        return self.place is None or self.likely <= self.place.memory
+        return self.device is None or self.likely <= self.device.memory
 
 
 def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] = ()) -> Needs | None:
-    """Return the memory that each process takes, of the strategy that `auto` comes to; None where the vocabulary is not
-    known yet. `metrics` are the run's: the network may have been measured."""
-    if (model := model_of(config, vocab_size)) is None:
+    """Return the memory of each process with the strategy that `auto` chooses; None if the vocabulary is not known yet.
+    `metrics` are the run's: they may have a measurement of the network."""
+    model = model_of(config, vocab_size)
+    if model is None:
         return None
     train, length, nodes = config.train, config.model.sequence_length, config.platform.nodes
     ranks: dict[str, Any] = {"world_size": config.world_size, "nodes": nodes}
-    asked = Needs(model=model, train=train, length=length, place=place_of(config), **ranks)
+    copied = Needs(model=model, train=train, length=length, device=device_of(config), **ranks)
     if train.strategy != "auto" or config.world_size == 1:
-        return asked
-    several = [_with(asked, strategy=name) for name in _shardings(asked)]
-    fitting = {one.train.strategy: one for one in several if one.fits}
-    if asked.place is None:
-        return replace(asked, why="the memory of the devices is not known here, so each process has a copy")
-    if asked.fits or not several:
-        return replace(asked, why=f"each process has a copy, which takes {bytes_text(asked.likely)}")
+        return copied
+    sharded = [_with(copied, strategy=name) for name in _shardings(copied)]
+    fitting = {needs.train.strategy: needs for needs in sharded if needs.fits}
+    if copied.device is None:
+        return replace(copied, why="the memory of the devices is not known here, so each process has a copy")
+    if copied.fits or not sharded:
+        return replace(copied, why=f"each process has a copy, which takes {bytes_text(copied.likely)}")
     if not fitting:
-        return replace(several[-1], why="nothing fits as it is set, and this takes least")
+        return replace(sharded[-1], why="no strategy fits with these settings, and this one takes least memory")
     if "hybrid" not in fitting:
-        whose, takes = ("node", several[0]) if len(several) > 1 else ("process", asked)
-        why = f"a copy for each {whose} does not fit: it takes {bytes_text(takes.likely)} of each {asked.place.name}"
-        return replace(fitting["fsdp"], why=why)
+        unit, too_large = "process", copied
+        if len(sharded) > 1:
+            unit, too_large = "node", sharded[0]
+        taken = f"it takes {bytes_text(too_large.likely)} of each {copied.device.name}"
+        return replace(fitting["fsdp"], why=f"a copy for each {unit} does not fit: {taken}")
     speed, how = _speed(config, metrics)
     over_all, over_nodes = (
         estimates.network_bytes_per_step(model, fitting[name].train, **ranks) for name in ("fsdp", "hybrid")
     )
     flops = estimates.flops_per_token(model, length) * train.global_batch * length
     products, seconds = seconds_for(config, flops), over_all / speed if speed else None
-    sends = f"{bytes_text(int(over_all))} a step" + (f", {seconds:.2g} s at {how}" if seconds else "")
+    sends = f"{bytes_text(int(over_all))} a step"
+    if seconds:
+        sends += f", {seconds:.2g} s at {how}"
     if seconds and products:
         sends += f", and the products take {products:.2g} s"
         if seconds <= products:
@@ -134,26 +145,27 @@ def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] =
     return replace(fitting["hybrid"], why=f"{why}; fsdp would send {sends}")
 
 
-def _with(needed: Needs, **changes: Any) -> Needs:
-    return replace(needed, train=needed.train.model_copy(update=changes))
+def _with(needs: Needs, **changes: Any) -> Needs:
+    return replace(needs, train=needs.train.model_copy(update=changes))
 
 
-def _shardings(needed: Needs) -> list[str]:
-    """The strategies that shard these ranks, and this precision; the one that sends least over the network first."""
-    train, nodes, ranks = needed.train, needed.nodes, needed.world_size
+def _shardings(needs: Needs) -> list[str]:
+    """Return the strategies that shard these ranks and this precision; the one that sends least is first."""
+    train, nodes, ranks = needs.train, needs.nodes, needs.world_size
     if ranks == 1 or train.precision == "16-mixed" or train.compile == "model":
         return []
     return ["hybrid", "fsdp"] if 1 < nodes < ranks else ["fsdp"]
 
 
 def _speed(config: RunConfig, metrics: Sequence[Row]) -> tuple[float | None, str]:
-    """Return the bus bandwidth among the nodes in bytes per second as the run's last gate measured it, or the least
-    that the network is known for, and that in words."""
+    """Return the bus bandwidth among the nodes in bytes per second, and that in words. It is the last measurement of
+    the run's network test, or the least that the network is known for."""
     nodes, fabric = config.platform.nodes, config.platform.fabric
-    found = [row for row in metrics if row["kind"] == "network" and row.get("nodes") == nodes and row.get("busbw")]
-    if found:
-        speed, how = found[-1]["busbw"], "as the gate measured"
-    elif fabric is not None and (floor := fabric.node.floor(nodes)) is not None:
+    measured = [row for row in metrics if row["kind"] == "network" and row.get("nodes") == nodes and row.get("busbw")]
+    floor = None if fabric is None else fabric.node.floor(nodes)
+    if measured:
+        speed, how = measured[-1]["busbw"], "as the network test measured"
+    elif fabric is not None and floor is not None:
         speed, how = floor, f"the least of {fabric.node.name}"
     else:
         return None, ""
@@ -161,7 +173,7 @@ def _speed(config: RunConfig, metrics: Sequence[Row]) -> tuple[float | None, str
 
 
 def model_of(config: RunConfig, vocab_size: int | None) -> Any:
-    """LitGPT's Config of the model; None for one whose vocabulary is that of a tokenizer which is not known yet."""
+    """Return LitGPT's Config of the model; None if it needs the vocabulary of a tokenizer that is not known yet."""
     model = config.model
     if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
         return None
@@ -172,23 +184,27 @@ def model_of(config: RunConfig, vocab_size: int | None) -> Any:
 def figures(
     config: RunConfig, *, vocab_size: int | None, tokens: int = 0, metrics: Sequence[Row] = ()
 ) -> list[dict[str, str]]:
-    """Parameters, FLOPs and memory as a table with how they come about; empty where the vocabulary is not known yet.
-    `tokens` are those to train on, 0 where that is not known yet; `metrics` are the run's."""
-    if (needed := needs(config, vocab_size=vocab_size, metrics=metrics)) is None:
+    """Return parameters, FLOPs and memory as a table with their arithmetic; empty if the vocabulary is not known yet.
+    `tokens` are those to train on, 0 if not known yet; `metrics` are the run's."""
+    needed = needs(config, vocab_size=vocab_size, metrics=metrics)
+    if needed is None:
         return []
-    model, length, place, memory = needed.model, needed.length, needed.place, needed.memory
+    model, length, device, memory = needed.model, needed.length, needed.device, needed.memory
     sizes = sorted(estimates.block(model, layer).total for layer in range(model.n_layer))
-    each = count_text(sizes[0]) if sizes[0] == sizes[-1] else f"{count_text(sizes[0])} to {count_text(sizes[-1])}"
+    size_text = count_text(sizes[0])
+    if sizes[0] != sizes[-1]:
+        size_text += f" to {count_text(sizes[-1])}"
     embedding = f"embedding and output of {model.padded_vocab_size:,} x {model.n_embd:,} each"
-    rows = [("parameters", count_text(estimates.parameters(model)), f"{len(sizes)} blocks of {each}, {embedding}")]
+    how = f"{len(sizes)} blocks of {size_text}, {embedding}"
+    rows = [("parameters", count_text(estimates.parameters(model)), how)]
     per_token, attention = estimates.flops_per_token(model, length), estimates.attention_flops(model, length)
     products = f"6 x {count_text(estimates.used_parameters(model))} weights in products"
     how = f"{products} + {count_text(attention)} for attention over {length:,} tokens"
     rows.append(("FLOPs per token", count_text(per_token), how))
     if tokens:
         how, seconds = f"{count_text(tokens)} tokens", seconds_for(config, per_token * tokens)
-        if place is not None and place.peak is not None and seconds is not None:
-            peak = f"{config.world_size} {place.name} of {place.peak / 1e12:g} TFLOP/s"
+        if device is not None and device.peak is not None and seconds is not None:
+            peak = f"{config.world_size} {device.name} of {device.peak / 1e12:g} TFLOP/s"
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
     train, nodes = needed.train, config.platform.nodes
@@ -200,7 +216,7 @@ def figures(
         if ways > 1:
             state = memory.weights + memory.optimizer + memory.gradients
             how += f"; weights, {optimizer} and gradients of {bytes_text(ways * state)} / {ways} processes"
-            how += f" = {bytes_text(state)}; {_NOT_HERE}"
+            how += f" = {bytes_text(state)}; {_MISSING}"
         rows.append(("strategy", strategy, how))
     gradients = memory.gradients if memory.gradients_persist else 0
     parts = {
@@ -210,81 +226,94 @@ def figures(
         "gradients": gradients,
     }
     moment, most = max(memory.peak_phases.items(), key=lambda item: item[1])
-    parts |= {f"at the {moment}": most, "copy while saving": needed.saved}
+    parts |= {f"at the {moment}": most, "copy while saving": needed.save_copy}
     how = " + ".join(f"{name} {bytes_text(size)}" for name, size in parts.items() if size)
-    how += "" if place is None else f"; {place.name} has {bytes_text(place.memory)}"
-    how += "; a report's peak memory counts Python and torch too, 0.5 GB" if place and place.kind == "cpu" else ""
+    if device is not None:
+        how += f"; {device.name} has {bytes_text(device.memory)}"
+        if device.kind == "cpu":
+            how += "; a report's peak memory counts Python and torch too, 0.5 GB"
     rows.append(("memory per process", bytes_text(needed.likely), how))
-    if place is None or place.kind == "cuda":  # a CPU's copy is in its memory above
+    if device is None or device.kind == "cuda":  # a CPU's copy is in its memory above
         state = memory.checkpoint_bytes * ways
         how = f"weights and {optimizer} {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
         rows.append(("host memory of a save", bytes_text(-(-state // nodes)), f"{how}, copied on each node"))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 
 
-def check_together(several: Sequence[Needs]) -> Iterator[Finding]:
-    """Yield a finding where trainings that run at the same time, in the same place, do not fit it together."""
-    place = several[0].place if several else None
-    total = sum(one.likely for one in several)
-    if place is None or total <= place.memory or any(one.likely > place.memory for one in several):
-        return  # what does not fit alone is told of that training
-    fits = max(1, place.memory // several[0].likely)
-    surely = sum(one.memory.min_bytes for one in several) > place.memory or total > _UNCERTAIN * place.memory
-    what = f"{len(several)} trials at a time take about {bytes_text(total)} per process together"
-    what += f", and {place.name} has {bytes_text(place.memory)}"
-    yield Finding("error" if surely else "warning", "sweep.memory", what, f"set sweep.max_parallel={fits}")
+def check_together(trials: Sequence[Needs]) -> Iterator[Finding]:
+    """Yield a finding if trainings that run at the same time do not fit in one device's memory together."""
+    device = trials[0].device if trials else None
+    total = sum(needs.likely for needs in trials)
+    if device is None or total <= device.memory or any(needs.likely > device.memory for needs in trials):
+        return  # a training that does not fit by itself has a finding of its own
+    fits = max(1, device.memory // trials[0].likely)
+    is_certain = sum(needs.memory.min_bytes for needs in trials) > device.memory or total > _UNCERTAIN * device.memory
+    what = f"{len(trials)} trials at a time take about {bytes_text(total)} per process together"
+    what += f", but {device.name} has {bytes_text(device.memory)}"
+    yield Finding("error" if is_certain else "warning", "sweep.memory", what, f"set sweep.max_parallel={fits}")
 
 
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Yield a finding where the training does not fit the memory of a process, with a change that would fit.
+    """Yield a finding if the training does not fit in the memory of a process, with a change that would fit.
 
-    Weights, gradients and the optimizer's state certainly have to fit. The rest is an estimate, and refused where no
-    error of the estimate could make it fit.
+    Weights, gradients and optimizer state must fit. The rest is an estimate: it is an error only if no inaccuracy of
+    the estimate could make it fit.
     """
     needed = needs(config, vocab_size=vocab_size)
-    if needed is None or needed.place is None or needed.fits:
+    if needed is None or needed.device is None or needed.fits:
         return
-    place, likely, certain = needed.place, needed.likely, needed.memory.min_bytes
+    device, likely, certain = needed.device, needed.likely, needed.memory.min_bytes
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
-    surely = certain > place.memory or likely > margin * place.memory
+    is_certain = certain > device.memory or likely > margin * device.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
     parts = f"{bytes_text(certain)} whatever the batch and the rest for {tokens}"
-    what = f"the training takes about {bytes_text(likely)} per process, {parts}, and {place.name} has "
-    what += bytes_text(place.memory)
-    yield Finding("error" if surely else "warning", "train.memory", what, _fitting(needed, place))
+    what = f"the training takes about {bytes_text(likely)} per process, {parts}, but {device.name} has "
+    what += bytes_text(device.memory)
+    yield Finding("error" if is_certain else "warning", "train.memory", what, _fix_of_memory(needed, device))
 
 
-def _fitting(needed: Needs, place: Place) -> str:
-    # The change that fits and costs least; where none is enough, shorter samples, more processes, or a smaller model.
-    train, leanest, least = needed.train, needed, dict[str, Any]()
-    for least in _cheaper(needed):
-        leanest = _with(needed, **least)
+def _fix_of_memory(needs: Needs, device: Device) -> str:
+    """Return the change that fits and costs least time. If no setting is enough, that is shorter samples, then more
+    processes or a smaller model."""
+    train, leanest, changes = needs.train, needs, dict[str, Any]()
+    for changes in _cheaper(needs):
+        leanest = _with(needs, **changes)
         if leanest.fits:
-            return f"set {_changed(train, least)}, which takes about {bytes_text(leanest.likely)}"
-    length = needed.length
-    while (length := length // 2) >= _SHORTEST:
+            return f"set {_changed(train, changes)}, which takes about {bytes_text(leanest.likely)}"
+    length = needs.length // 2
+    while length >= _SHORTEST_SAMPLE:
         if replace(leanest, length=length).fits:
-            return f"set model.sequence_length={length} {_changed(train, least)}".rstrip()
-    # The processes of a CPU share one memory: more of them share no model.
-    count, spread = needed.world_size, {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
-    more = ""
-    while not more and place.kind == "cuda" and train.precision != "16-mixed" and (count := 2 * count) <= _MOST:
-        if replace(_with(needed, **spread, global_batch=count), world_size=count, nodes=1).fits:
-            more = f"take {count} processes and set {_changed(train, spread)}".removesuffix(" and set ")
-    held = replace(leanest, length=_SHORTEST).likely
-    parameters = count_text(estimates.parameters(needed.model) * place.memory // held)
+            return f"set model.sequence_length={length} {_changed(train, changes)}".rstrip()
+        length //= 2
+    smallest = replace(leanest, length=_SHORTEST_SAMPLE).likely
+    parameters = count_text(estimates.parameters(needs.model) * device.memory // smallest)
     smaller = f"take a model of at most about {parameters} parameters"
-    return f"{more}, or {smaller}; {_NOT_HERE}" if more else f"{smaller}, or devices with more memory; {_NOT_HERE}"
+    more = _more_processes(needs, device)
+    if more:
+        return f"{more}, or {smaller}; {_MISSING}"
+    return f"{smaller}, or devices with more memory; {_MISSING}"
 
 
-def _cheaper(needed: Needs) -> Iterator[dict[str, Any]]:
-    """Yield the settings that take less memory, the ones that cost least first. Micro-batches divide a process's share
-    of the batch."""
-    train = needed.train
-    share = train.global_batch // needed.world_size
+def _more_processes(needs: Needs, device: Device) -> str:
+    if device.kind != "cuda" or needs.train.precision == "16-mixed":  # processes of a CPU share one memory
+        return ""
+    changes = {"strategy": "fsdp", "activation_checkpointing": "full", "micro_batch": 1}
+    count = 2 * needs.world_size
+    while count <= _MOST_PROCESSES:
+        if replace(_with(needs, **changes, global_batch=count), world_size=count, nodes=1).fits:
+            settings = _changed(needs.train, changes)
+            return f"take {count} processes and set {settings}" if settings else f"take {count} processes"
+        count *= 2
+    return ""
+
+
+def _cheaper(needs: Needs) -> Iterator[dict[str, Any]]:
+    """Yield changes that take less memory, the fastest first. A micro-batch divides a process's share of the batch."""
+    train = needs.train
+    share = train.global_batch // needs.world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = {size for size in (*small, *(share // size for size in small)) if size <= train.micro_batch}
-    for strategy in dict.fromkeys([train.strategy, *_shardings(needed)]):
+    for strategy in dict.fromkeys([train.strategy, *_shardings(needs)]):
         for recompute in _RECOMPUTE[_RECOMPUTE.index(train.activation_checkpointing) :]:
             for size in sorted(sizes, reverse=True):
                 yield {"strategy": strategy, "activation_checkpointing": recompute, "micro_batch": size}
@@ -296,16 +325,16 @@ def _changed(train: TrainConfig, changes: Mapping[str, Any]) -> str:
 
 def seconds_for(config: RunConfig, flops: float) -> float | None:
     """Return the seconds that all processes take for `flops` operations, by the peak of their devices in the training's
-    precision; None where that is not known."""
-    place = place_of(config)
-    if place is None or place.peak is None:
+    precision; None if the peak is not known."""
+    device = device_of(config)
+    if device is None or device.peak is None:
         return None
-    return flops / (UTILISATION * place.peak * config.world_size)
+    return flops / (UTILISATION * device.peak * config.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """The time of a training, and its cost at list price; None where no list price is known."""
+    """The time of a training in seconds, and its cost at list price; None if no list price is known."""
 
     seconds: float
     dollars: float | None
@@ -321,34 +350,37 @@ class Expected:
 
 
 def expected(machine: Machine, *, nodes: int, seconds: float) -> Expected:
-    """Return the cost of so many of these machines. Spot prices move: they are a third to a tenth of the list's."""
+    """Return the cost of N of these machines. Spot prices vary: they are a third to a tenth of the list price."""
     price = machine.price
     dollars = None if price is None else price.usd * nodes * seconds / 3600
     return Expected(seconds=seconds, dollars=dollars, price=price)
 
 
-def together(several: Sequence[Expected], *, parallel: int) -> Expected | None:
-    """Return the cost of several trainings, `parallel` of them at a time; None where there are none."""
-    if not several:
+def together(costs: Sequence[Expected], *, parallel: int) -> Expected | None:
+    """Return the cost of several trainings, `parallel` of them at a time; None for no trainings."""
+    if not costs:
         return None
-    dollars = [one.dollars for one in several if one.dollars is not None]
+    seconds = [cost.seconds for cost in costs]
+    dollars = [cost.dollars for cost in costs if cost.dollars is not None]
     return Expected(
-        # A new one begins as soon as one ends: at best all ways are busy, and the longest cannot be cut.
-        seconds=max(max(one.seconds for one in several), sum(one.seconds for one in several) / parallel),
-        dollars=sum(dollars) if len(dollars) == len(several) else None,
-        price=several[0].price,
+        # A training starts as soon as another ends: at best all machines are busy, but the longest cannot be split.
+        seconds=max(*seconds, sum(seconds) / parallel),
+        dollars=sum(dollars) if len(dollars) == len(costs) else None,
+        price=costs[0].price,
     )
 
 
 def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Return the driver's names for this machine's GPUs, without importing torch."""
+    """Return the names of this machine's GPUs as its driver has them, without importing torch."""
     files = sorted(folder.glob("*/information"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
 
 
 def host_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """Bytes that the processes of this machine, or of this container, can have together."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    words = limit.read_text().strip() if limit.exists() else "max"
-    return min(whole, int(words)) if words.isdigit() else whole
+    """Return the bytes that all processes of this machine, or of this container, can use together."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit_text = limit.read_text().strip() if limit.exists() else "max"
+    if limit_text.isdigit():
+        return min(physical, int(limit_text))
+    return physical

@@ -1,4 +1,4 @@
-"""`doctor`: the environment, good news included: what is there, what is missing, how to fix it."""
+"""The check of this machine's environment (`doctor`): what is installed, what is missing, how to fix it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ from litgpt_demo.node.checks import check_packages
 from litgpt_demo.secrets import redacted
 
 _GIB = 2**30
-# What has to be there, and the range that is known to work together.
+# The required packages, and the versions that are known to work together.
 _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken": "0.10", "prefect": "3.8"}
 _TOOLS = {"git": "without it the commit of the code is not recorded with a run", "docker": "for image.kind=docker only"}
 
 
 def examine_environment(root: str = "output", *, served: str | None = None) -> Iterator[Finding]:
-    """`served` is the address of the server that `train-litgpt serve` started."""
+    """Yield a finding for each part of the environment, also for those without a problem. `served` is the address of
+    the server that `train-litgpt serve` started."""
     yield Finding("info", "python.version", f"Python {'.'.join(map(str, sys.version_info[:3]))}")
     for name, known in _NEEDED.items():
         try:
@@ -50,9 +51,11 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
     fix = "close something: four ranks of torch alone take 2 GB" if memory.available < 4 * _GIB else ""
     yield Finding("warning" if fix else "info", "machine.memory", what, fix)
     shared = Path("/dev/shm")
-    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
-        fix = "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g"
-        yield Finding("warning", "machine.shm", f"/dev/shm has {bytes_text(size)}", fix)
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        if size < _GIB:
+            fix = "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g"
+            yield Finding("warning", "machine.shm", f"/dev/shm has {bytes_text(size)}", fix)
     yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
     gpus = ", ".join(f"{count} {name}" for name, count in Counter(gpu_names()).items())
     yield Finding("info", "machine.gpus", gpus or "no NVIDIA GPU: training runs on the CPU")
@@ -65,19 +68,20 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
         fix = "ranks meet over loopback; bring the interface up: ip link set lo up"
         yield Finding("error", "network.loopback", what, fix)
     address = os.environ.get("PREFECT_API_URL") or served
-    given = f"Prefect's server at {redacted(address or '')}"  # without the password that may be in it
+    server_name = f"Prefect's server at {redacted(address or '')}"  # the address may contain a password
     try:
         if address:
             urlopen(f"{address.rstrip('/')}/health", timeout=3).close()
-            yield Finding("info", "prefect.server", f"{given} answers")
+            yield Finding("info", "prefect.server", f"{server_name} answers")
         else:
-            what = "no Prefect server is configured or runs: `run` starts one of its own for its duration"
-            yield Finding("info", "prefect.server", what, "train-litgpt serve starts one that stays, with the UI")
+            what = "no Prefect server is configured or running: `run` starts a temporary one"
+            yield Finding("info", "prefect.server", what, "train-litgpt serve starts a permanent one, with the UI")
     except (URLError, HTTPException, OSError, ValueError) as error:
-        what = f"{given} does not answer ({one_line(error)})"
+        what = f"{server_name} does not answer ({one_line(error)})"
         yield Finding("error", "prefect.server", what, "train-litgpt serve, or unset PREFECT_API_URL")
     for name, why in _TOOLS.items():
-        if where := shutil.which(name):
-            yield Finding("info", f"tool.{name}", f"{name}: {where}")
+        path = shutil.which(name)
+        if path is not None:
+            yield Finding("info", f"tool.{name}", f"{name}: {path}")
         else:
             yield Finding("warning" if name == "git" else "info", f"tool.{name}", f"{name} is not installed", why)

@@ -21,12 +21,12 @@ TRAINS_FROM = min((stack.torch for stack in STACKS.values()), key=version)
 
 
 def stack_for(network: Network | None) -> Stack | None:
-    """Return the first stack that a network's plug-in is qualified for; None where it is qualified for none of them."""
+    """Return the first stack that a network's plugin is qualified for, or None."""
     if network is None:
         return DEFAULT_STACK
     for stack in STACKS.values():
         fit = network.node.nccl_fit(stack.nccl)
-        # Of a release that we do not know, what holds for the newest one that we do is the best guess.
+        # For an unknown release, the best guess is that it needs the NCCL of the newest known one.
         guessed = fit is NcclFit.UNKNOWN and within(stack.nccl, network.node.nccl_elsewhere)
         if guessed or fit in {NcclFit.QUALIFIED, NcclFit.UNSTATED}:
             return stack
@@ -42,11 +42,11 @@ def chosen_image(config: RunConfig | ScriptConfig) -> Image:
 
 
 def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -> Iterator[Finding]:
-    """Yield how a config's image fits its network and machines. A registry is asked only of an image that exists, and
-    only where nodes need a plug-in to talk to each other.
+    """Yield how a config's image fits its network and machines. A registry is queried only for an existing image, and
+    only if the nodes need a plugin to communicate.
 
-    Once it is there as `pinned`, what another Dockerfile has made of it is read in its labels. An image of our own is
-    what its settings say: what it has was compared with that when it was built.
+    Once the image exists as `pinned`, the labels tell what a user's own Dockerfile has made. For an image of ours the
+    settings suffice: its content was compared with them when it was built.
     """
     image, fabric = chosen_image(config), config.platform.fabric
     network = fabric if fabric is not None and fabric.node.plugged_in else None
@@ -56,12 +56,12 @@ def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -
     elif reference is not None and network is not None:
         yield from _softened(config, network, _check_pinned(config, reference, network))
     elif isinstance(image, PrebuiltImage):
-        what = f"{image.reference} brings its own torch and NCCL, and its network asks for none in particular"
+        what = f"{image.reference} brings its own torch and NCCL, and its network needs no special version"
         yield Finding("info", "image.stack", what)
 
 
 def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterable[Finding]) -> Iterator[Finding]:
-    # One node talks to nobody: a wrong NCCL is a warning, and only where it is told a network by name, which stops it.
+    # One node uses no network: a wrong NCCL is only a warning, and only if NCCL_NET names a network, which stops NCCL.
     for finding in found:
         if config.platform.nodes > 1 or (finding.severity, finding.code) != ("error", "nccl.version"):
             yield finding
@@ -75,54 +75,61 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
     if stack is None:
         if network is not None:
             what = f"the NCCL of an image from {image.dockerfile} is not known before it is built"
-            fix = "name the stack that it installs in image.stack; otherwise its labels are read when it is there"
+            fix = "name the stack that it installs in image.stack; otherwise its labels are read after the build"
             yield Finding("warning", "image.unknown", what, fix)
         return
-    found: list[Finding] = []
+    findings: list[Finding] = []
     if network is not None:
         instead = network.without_stack
-        if better := stack_for(network):
+        better = stack_for(network)
+        if better is not None:
             instead = f"leave image.stack out: stack {better.stack} has NCCL {better.nccl}"
-        found += _softened(config, network, _check_contents(image.contents, network, owner=str(stack), instead=instead))
+        checked = _check_contents(image.contents, network, owner=str(stack), instead=instead)
+        findings += _softened(config, network, checked)
         if image.dockerfile is not None:
-            what = f"that {image.dockerfile} installs {stack} is what image.stack says: nobody has looked"
-            fix = "let it write labels (docs/images.md), which are read when the image is there"
-            found.append(Finding("warning", "image.unproved", what, fix))
-    yield from found
-    if any(one.severity == "error" for one in found):
+            what = f"image.stack says that {image.dockerfile} installs {stack}, but this was not checked"
+            fix = "let it write labels (docs/images.md), which are read after the build"
+            findings.append(Finding("warning", "image.unproved", what, fix))
+    yield from findings
+    if any(finding.severity == "error" for finding in findings):
         return
-    floors = filter(None, (stack.driver, network.pair.driver if network and network.pair else None))
-    said = [str(image.contents), *([] if found else [_verdict(image.contents, network)])]
-    if least := max(floors, key=version, default=None):
-        given = config.platform.driver  # that the platform is asked to install
-        if given is not None and re.match(r"\d", given) and version(given) < version(least):
-            what = f"platform.gpu_driver={given} is too old for the image, which needs {least} or newer"
+    facts = [str(image.contents)]
+    if not findings:
+        facts.append(_fit_text(image.contents, network))
+    needed_by: list[str | None] = [stack.driver]
+    if network is not None and network.pair is not None:
+        needed_by.append(network.pair.driver)
+    oldest = max(filter(None, needed_by), key=version, default=None)
+    if oldest is not None:
+        installed = config.platform.driver  # the platform installs it on the nodes
+        if installed is not None and re.match(r"\d", installed) and version(installed) < version(oldest):
+            what = f"platform.gpu_driver={installed} is too old for the image, which needs {oldest} or newer"
             yield Finding("error", "image.driver", what, "leave platform.gpu_driver out, or name a newer one")
-        said.append(f"the nodes need GPU driver {least} or newer")
-    yield Finding("info", "image.stack", "; ".join(said))
+        facts.append(f"the nodes need GPU driver {oldest} or newer")
+    yield Finding("info", "image.stack", "; ".join(facts))
 
 
 def _check_pinned(config: RunConfig | ScriptConfig, reference: str, network: Network) -> Iterator[Finding]:
     machine = config.platform.machine_type
     try:
-        said = read_config(reference, architecture=machine.arch if machine else "amd64", patience=timeouts.INTERACTIVE)
+        image = read_config(reference, architecture=machine.arch if machine else "amd64", patience=timeouts.INTERACTIVE)
     except ImageProblem as error:
-        found = finding_of(error, "image.unread")
-        yield replace(found, what=f"which NCCL the image has is not known: {found.what}")
+        finding = finding_of(error, "image.unread")
+        yield replace(finding, what=f"the NCCL version of the image is not known: {finding.what}")
         return
-    contents = Contents.of_labels(said.labels, architecture=said.architecture)
-    against: list[Finding] = []
+    contents = Contents.of_labels(image.labels, architecture=image.architecture)
+    problems: list[Finding] = []
     if machine is not None and contents.architecture not in {"", machine.arch}:
-        what = f"{reference} is for {contents.architecture}, and a {machine.name} is {machine.arch}"
-        against.append(Finding("error", "image.architecture", what, f"name an image for linux/{machine.arch}"))
+        what = f"{reference} is for {contents.architecture}, but a {machine.name} is {machine.arch}"
+        problems.append(Finding("error", "image.architecture", what, f"name an image for linux/{machine.arch}"))
     if isinstance(config, RunConfig) and contents.torch and version(contents.torch) < version(TRAINS_FROM):
-        what = f"{reference} has torch {contents.torch}, and our trainer is tested with {TRAINS_FROM} and newer"
-        fix = "name a newer image, or run a script of yours in this one"
-        against.append(Finding("error", "image.torch", what, fix))
-    against += _check_contents(contents, network, owner=reference)
-    yield from against
-    if contents.nccl and not against:
-        yield Finding("info", "image.stack", f"{reference} has {contents}; {_verdict(contents, network)}")
+        what = f"{reference} has torch {contents.torch}, but our trainer is tested with {TRAINS_FROM} and newer"
+        fix = "name a newer image, or run your own script in this one"
+        problems.append(Finding("error", "image.torch", what, fix))
+    problems += _check_contents(contents, network, owner=reference)
+    yield from problems
+    if contents.nccl and not problems:
+        yield Finding("info", "image.stack", f"{reference} has {contents}; {_fit_text(contents, network)}")
 
 
 def _check_contents(contents: Contents, network: Network, *, owner: str, instead: str = "") -> Iterator[Finding]:
@@ -130,19 +137,21 @@ def _check_contents(contents: Contents, network: Network, *, owner: str, instead
     if contents.nccl:
         yield from check_nccl_version(node, contents.nccl, owner=owner, instead=instead)
     elif ranges := node.nccl_versions or node.nccl_elsewhere:
-        what = f"{owner} has no label {LABELS}nccl, and the {node.name} plug-in is qualified for {' or '.join(ranges)}"
-        # This needs no GPU and nothing of ours.
+        what = f"{owner} has no label {LABELS}nccl, but the {node.name} plugin is qualified for {' or '.join(ranges)}"
+        # This needs neither a GPU nor our code.
         command = "import torch; print(torch.__version__, torch.cuda.nccl.version())"
-        fix = f"ask its torch: docker run --rm --entrypoint python {owner} -c '{command}'"
+        fix = f"print its torch and NCCL: docker run --rm --entrypoint python {owner} -c '{command}'"
         yield Finding("warning", "image.unlabelled", what, fix)
     if node.glibc and contents.glibc and not within(contents.glibc, (f">={node.glibc}",)):
-        what = f"{owner} has glibc {contents.glibc}, and the {node.name} plug-in needs {node.glibc}"
+        what = f"{owner} has glibc {contents.glibc}, but the {node.name} plugin needs {node.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")
 
 
-def _verdict(contents: Contents, network: Network | None) -> str:
+def _fit_text(contents: Contents, network: Network | None) -> str:
     if network is None:
-        return "no NCCL plug-in is needed"
+        return "no NCCL plugin is needed"
     plugin = f"{network.node.name} {network.pair.plugin}" if network.pair else network.node.name
     fit = network.node.nccl_fit(contents.nccl)
-    return f"{plugin} names no NCCL that it needs" if fit is NcclFit.UNSTATED else f"{fit.value} for {plugin}"
+    if fit is NcclFit.UNSTATED:
+        return f"{plugin} does not state the NCCL that it needs"
+    return f"{fit.value} for {plugin}"

@@ -6,13 +6,13 @@ What this machine cannot ask is named, and shown as unknown.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import accumulate
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks import arithmetic, preflight
@@ -24,6 +24,7 @@ from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
+from launcher.platforms.base import Platform
 from launcher.runs.attempts import Claim, claim_at, resolve_name_conflicts
 from launcher.runs.restarts import Budget
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
@@ -51,6 +52,7 @@ _UNKNOWN_VOCABULARY = 50_304
 """The vocabulary of a tokenizer that is not known yet, for estimates: GPT-2's, padded."""
 
 
+T = TypeVar("T")
 AnyConfig: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
@@ -66,49 +68,69 @@ class Plan:
 
 
 def plan_of(config: AnyConfig) -> Plan:
-    """Return what a config would do, as far as this machine can tell, and all that a run would be refused for.
-    Of a sweep that is every trial with what it takes, and the sum of them; what all trials share is told once.
+    """Return what a config would do, as far as this machine can see, and all that would refuse the run.
+    For a sweep that is every trial with its memory and cost, and their sum; findings of all trials appear once.
 
     Raises:
-        ConfigProblem, UserError: the config means nothing that could be planned.
+        ConfigProblem, UserError: the config cannot be planned.
         DataError: its dataset is damaged.
     """
     works = _works(config, preview=True)
-    sights = [_look(work) for work in works.values()]
-    told = [[*sight.findings, *blocked] for sight, blocked in zip(sights, _blocked(sights), strict=True)]
-    findings = [*_told(list(works), told), *_about_parallel(config, sights)]
-    first, platform = sights[0].claim.config, sights[0].claim.platform
-    problems = [one.code for one in findings if one.severity in {"error", "unknown"}]
-    if not any(code.startswith(platform.name) for code in problems):  # else it is known to be out of reach
-        try:
-            platform.check_access()
-        except LauncherError as error:
-            findings.append(finding_of(error, f"{platform.name}.access"))
-    section, settings = ("train.", first.train) if isinstance(first, RunConfig) else ("", first)
-    usual = type(settings).model_fields["max_restarts"].default
-    if (settings.max_restarts, settings.restarts) != (usual, RestartSettings()):
-        budget = Budget(run=first.name, max_restarts=settings.max_restarts, settings=settings.restarts)
-        fix = f"{section}max_restarts and {section}restarts change that"
-        findings.append(Finding("info", "restarts", str(budget), fix))
+    inspections = [_inspect(work) for work in works.values()]
+    found = [list(inspection.findings) for inspection in inspections]
+    for findings_of_one, blockers in zip(found, _blockers(inspections), strict=True):
+        findings_of_one += blockers
+    findings = _grouped(list(works), found)
+    findings += _about_parallel(config, inspections)
+    findings += _about_access(inspections[0].claim.platform, findings)
+    findings += _about_restarts(inspections[0].claim.config)
     if not isinstance(config, RunConfig):
         return Plan(findings=findings)
-    figures, trial_rows, steps = list[dict[str, str]](), list[dict[str, str]](), list(TRAINING_STEPS)
+    figures: list[dict[str, str]] = []
+    trial_rows: list[dict[str, str]] = []
+    steps = list(TRAINING_STEPS)
     if isinstance(config, SweepConfig):
         steps = steps[:3]  # each trial has the others
-        trial_rows = _trial_rows(config, dict(zip(works, sights, strict=True)))
+        trial_rows = _trial_rows(config, dict(zip(works, inspections, strict=True)))
     else:
-        (sight,) = sights
-        steps += [] if config.evaluation is None else [Step.EVALUATION]
-        known, metrics = sight.tokens(sight.steps), [] if sight.blind else read_metrics(sight.run.storage)
-        figures = arithmetic.figures(config, vocab_size=sight.vocabulary, tokens=known, metrics=metrics)
-    datasets = {sight.run.dataset.path: sight for sight in sights}
-    rows = [sight.row(step) for sight in datasets.values() for step in steps]
-    unique = list({tuple(row.items()): row for row in rows}.values())
-    return Plan(steps=unique, trials=trial_rows, arithmetic=figures, findings=findings)
+        (inspection,) = inspections
+        if config.evaluation is not None:
+            steps.append(Step.EVALUATION)
+        metrics = [] if inspection.unreachable else read_metrics(inspection.run.storage)
+        tokens = inspection.tokens(inspection.steps)
+        figures = arithmetic.figures(config, vocab_size=inspection.vocabulary, tokens=tokens, metrics=metrics)
+    datasets = {inspection.run.dataset.path: inspection for inspection in inspections}
+    step_rows: list[dict[str, str]] = []
+    for inspection in datasets.values():
+        for row in map(inspection.row, steps):
+            if row not in step_rows:
+                step_rows.append(row)
+    return Plan(steps=step_rows, trials=trial_rows, arithmetic=figures, findings=findings)
+
+
+def _about_access(platform: Platform, findings: Sequence[Finding]) -> list[Finding]:
+    """Query the platform unless a finding says already that it cannot be reached."""
+    problems = [finding.code for finding in findings if finding.severity in {"error", "unknown"}]
+    if any(code.startswith(platform.name) for code in problems):
+        return []
+    try:
+        platform.check_access()
+    except LauncherError as error:
+        return [finding_of(error, f"{platform.name}.access")]
+    return []
+
+
+def _about_restarts(config: RunConfig | ScriptConfig) -> list[Finding]:
+    section, settings = ("train.", config.train) if isinstance(config, RunConfig) else ("", config)
+    default = type(settings).model_fields["max_restarts"].default
+    if (settings.max_restarts, settings.restarts) == (default, RestartSettings()):
+        return []
+    policy = Budget(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
+    return [Finding("info", "restarts", str(policy), f"{section}max_restarts and {section}restarts change that")]
 
 
 def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:
-    """What a config would start first, by the name that tells one of several from the others."""
+    """Return what a config would start first, by the title that distinguishes one of several."""
     if isinstance(config, SweepConfig):
         every = trials(config)
         runs = runs_of(every, preview_dataset if preview else plan_dataset)
@@ -121,36 +143,39 @@ def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Scrip
 
 
 def previews(config: AnyConfig) -> dict[str, Submission]:
-    """Return every job that this config would start first, as it would be sent, by what tells it from the others."""
-    shown = {}
+    """Return every job that this config would start first, as it would be sent, by its title."""
+    submissions = {}
     for title, work in _works(config, preview=True).items():
-        sight = _look(work)
-        claim = sight.claim
-        job = claim.make_job(sight.attempt) if sight.blind else claim.job_as_rendered(sight.attempt)
+        inspection = _inspect(work)
+        claim = inspection.claim
+        if inspection.unreachable:
+            job = claim.make_job(inspection.attempt)
+        else:
+            job = claim.job_as_rendered(inspection.attempt)
         submission = claim.platform.render(job)
-        unknown = [finding.what for finding in sight.findings if finding.severity == "unknown"]
+        unknown = [finding.what for finding in inspection.findings if finding.severity == "unknown"]
         if job.nonce == PREVIEW:
             unknown.append(f"{PREVIEW}, at the end of the job's name, stands for a random number of each attempt")
         if job.image is None and claim.config.platform.in_containers:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
-        shown[title] = replace(submission, unknown=(*unknown, *submission.unknown))
-    return shown
+        submissions[title] = replace(submission, unknown=(*unknown, *submission.unknown))
+    return submissions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
-    """A run or script, what is there of it, and what it would do."""
+class Inspection:
+    """A run or script with what exists of it, and what it would do."""
 
     work: Run | Script
     claim: Claim
     attempt: int = 1
-    """The number of the attempt that runs, or else of the one to start."""
+    """The number of the running attempt, or else of the one to start."""
     dataset: DatasetManifest | None = None
-    """Of a training, None where it is to be prepared, or cannot be looked at."""
-    blind: bool = False
-    """It could not be looked at: that nothing is there is a guess."""
+    """The dataset of a training; None if it must be prepared, or cannot be read."""
+    unreachable: bool = False
+    """Its files or its platform could not be queried, so nothing is known to exist."""
     findings: tuple[Finding, ...] = ()
-    """The questions that found no answer, and the reasons why a run would be refused."""
+    """Checks that could not be made, and reasons to refuse the run."""
 
     @property
     def run(self) -> Run:
@@ -159,11 +184,14 @@ class Sight:
 
     @property
     def vocabulary(self) -> int | None:
-        """Return the ids of the run's tokenizer, None where they cannot be known yet."""
-        tokenizer, known = self.run.config.data.tokenizer, self.dataset or self.run.dataset.tokenizer
+        """Return the number of ids of the run's tokenizer, None if it is not known yet."""
+        tokenizer = self.run.config.data.tokenizer
         if isinstance(tokenizer, TrainedTokenizer):
             return tokenizer.vocab_size
-        return known.vocab_size if known else None
+        if self.dataset is not None:
+            return self.dataset.vocab_size
+        planned = self.run.dataset.tokenizer
+        return planned.vocab_size if planned else None
 
     @cached_property
     def needs(self) -> arithmetic.Needs | None:
@@ -171,22 +199,24 @@ class Sight:
 
     @property
     def steps(self) -> int | None:
-        """Return the optimizer steps of the whole run, None where the dataset decides and is not there."""
+        """Return the optimizer steps of the run, None if they depend on a dataset that does not exist yet."""
         train, length = self.run.config.train, self.run.config.model.sequence_length
         if train.max_steps is None and train.max_tokens is None and self.dataset is None:
             return None
         return train.steps(tokens=self.dataset.train.tokens if self.dataset else 0, sequence_length=length)
 
     @cached_property
-    def begun(self) -> int:
-        """Return the step of the run's last checkpoint, 0 where there is none."""
-        there = [] if self.blind else checkpoints.list_complete(self.run.storage)
-        return there[0].step if there else 0
+    def saved_step(self) -> int:
+        """Return the step of the run's last checkpoint, 0 without one."""
+        if self.unreachable:
+            return 0
+        complete = checkpoints.list_complete(self.run.storage)
+        return complete[0].step if complete else 0
 
     @property
-    def left(self) -> int | None:
-        """Return the steps that are left, None where those of the whole run are not known."""
-        return None if self.steps is None else max(0, self.steps - self.begun)
+    def remaining_steps(self) -> int | None:
+        """Return the steps after the last checkpoint, None if those of the run are not known."""
+        return None if self.steps is None else max(0, self.steps - self.saved_step)
 
     def tokens(self, steps: int | None) -> int:
         return (steps or 0) * self.run.config.train.global_batch * self.run.config.model.sequence_length
@@ -197,240 +227,298 @@ class Sight:
 
     @property
     def cost(self) -> arithmetic.Expected | None:
-        """Return time and price of the steps that are left, None where they or the machines' GPUs are not known."""
-        platform, seconds = self.run.config.platform, arithmetic.seconds_for(self.run.config, self.flops(self.left))
+        """Return time and price of the remaining steps, None if they or the machines' GPUs are not known."""
+        platform = self.run.config.platform
+        seconds = arithmetic.seconds_for(self.run.config, self.flops(self.remaining_steps))
         machine = platform.machine_type
         if machine is None or not machine.gpus or not seconds:
             return None
         return arithmetic.expected(replace(machine, price=platform.price), nodes=platform.nodes, seconds=seconds)
 
     def row(self, step: Step) -> dict[str, str]:
-        """Return what a step would do, and where."""
+        """Return what a step of the pipeline would do, and where."""
         run = self.run
         match step:
             case Step.DATASET:
-                would, where = self.preparation(), run.root.address(run.dataset.path)
+                action, place = self.preparation(), run.root.address(run.dataset.path)
             case Step.IMAGE:
-                image, where, would = chosen_image(run.config), "", "pin by digest"
-                if isinstance(image, NoImage):
-                    would = f"record this environment: torch {version('torch')}"
-                elif isinstance(image, BuiltImage):
-                    cloud = f"Cloud Build in {image.billed}" if isinstance(image, CloudBuildImage) else ""
-                    would = f"build from {image.dockerfile or image.installed} unless it was built before, by "
-                    would += cloud or "an engine on this machine"
+                action, place = _image_action(run.config), ""
             case Step.CREDENTIALS:
-                would, where = "prove write access", run.root.address()
+                action, place = "prove write access", run.root.address()
             case Step.TRAINING:
-                would, where = self.training(), run.storage.address()
+                action, place = self.training(), run.storage.address()
             case Step.CHECKPOINTS:
-                would = "verify the last checkpoint, make final/litgpt and final/huggingface"
-                where = run.storage.address(FINAL)
-                if not self.blind and (done := finished(run.storage)) is not None:
-                    would = f"nothing: done, loss {loss_text(done.validation_loss)}"
+                action = "verify the last checkpoint, make final/litgpt and final/huggingface"
+                place = run.storage.address(FINAL)
+                final = None if self.unreachable else finished(run.storage)
+                if final is not None:
+                    action = f"nothing: done, loss {loss_text(final.validation_loss)}"
             case Step.EVALUATION:
-                asked, where = run.config.evaluation, run.storage.address(EVALUATIONS)
-                would = f"score final/huggingface by {', '.join(asked.tasks)}" if asked else ""
-        return {"step": step, "would": would, "where": where}
+                tasks = run.config.evaluation.tasks if run.config.evaluation else ()
+                action, place = f"score final/huggingface by {', '.join(tasks)}", run.storage.address(EVALUATIONS)
+        return {"step": step, "would": action, "where": place}
 
     def preparation(self) -> str:
+        """Return what the dataset step would do."""
         if self.dataset is not None:
             return f"nothing: done, {count_text(self.dataset.train.tokens)} training tokens"
         planned, workers = self.run.dataset, self.run.config.workers
         if isinstance(workers, DaskWorkers):
-            by = f"the Dask workers of {workers.scheduler}"
+            executor = f"the Dask workers of {workers.scheduler}"
+        elif workers.count:
+            executor = f"{workers.count} {workers.kind}"
         else:
-            by = f"{workers.count} {workers.kind}" if workers.count else f"as many {workers.kind} as cores"
-        what = planned.name if planned.unknown else _read_of(planned)
-        unsure = "unknown: nothing if it is done, else " if planned.unknown or self.blind else ""
-        scratch = preflight.scratch_for(planned, root=self.run.config.root, workers=workers)
-        return f"{unsure}prepare {what} by {by}{scratch and f', with {scratch}'}"
+            executor = f"as many {workers.kind} as cores"
+        action = f"prepare {planned.name if planned.unknown else _amount_to_read(planned)} by {executor}"
+        if planned.unknown or self.unreachable:
+            action = f"unknown: nothing if it is done, else {action}"
+        if scratch := preflight.scratch_for(planned, root=self.run.config.root, workers=workers):
+            action += f", with {scratch}"
+        return action
 
     def training(self) -> str:
-        """Return what the training step would do, with the cost of the steps that are left."""
-        known = f"{self.steps:,} steps" if self.steps else "one pass over the data"
-        would = f"train on from step {self.begun:,} of {known}" if self.begun else f"train {known}"
-        if self.blind:
-            would = f"unknown: go on where it is, or train {known}"
+        """Return what the training step would do, with the cost of the remaining steps."""
+        length = f"{self.steps:,} steps" if self.steps else "one pass over the data"
+        if self.unreachable:
+            action = f"unknown: continue from the last checkpoint, or train {length}"
         elif live := self.claim.attempts.live():
-            return f"take up attempt {live.number}, which is {live.status.state.value}"
-        elif self.begun and self.left == 0:
-            return f"nothing: done, {known}"
-        return would if self.cost is None else f"{would}, {self.cost}"
+            return f"reattach to attempt {live.number}, which is {live.status.state.value}"
+        elif self.saved_step and self.remaining_steps == 0:
+            return f"nothing: done, {length}"
+        elif self.saved_step:
+            action = f"continue from step {self.saved_step:,} of {length}"
+        else:
+            action = f"train {length}"
+        return action if self.cost is None else f"{action}, {self.cost}"
 
 
-def _look(work: Run | Script) -> Sight:
-    """Look for the attempt that runs, and for live jobs that a run would not double unless it is done.
-    Where that cannot be asked, nothing is taken to be there; nothing is written, and no bucket is waited for."""
-    claim, found, run = claim_at(work), list[Finding](), work if isinstance(work, Run) else None
+def _image_action(config: RunConfig) -> str:
+    image = chosen_image(config)
+    if isinstance(image, NoImage):
+        return f"record this environment: torch {version('torch')}"
+    if not isinstance(image, BuiltImage):
+        return "pin by digest"
+    builder = "an engine on this machine"
+    if isinstance(image, CloudBuildImage):
+        builder = f"Cloud Build in {image.billed}"
+    return f"build from {image.dockerfile or image.installed} unless it was built before, by {builder}"
+
+
+def _inspect(work: Run | Script) -> Inspection:
+    """Look for the running attempt, and for live jobs that a run would not duplicate unless it is done.
+    If the root or the platform does not answer, nothing is known to exist. Nothing is written."""
+    claim = claim_at(work)
+    run = work if isinstance(work, Run) else None
+    findings: list[Finding] = []
     if run is not None and run.dataset.unknown:
-        said = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
+        finding = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
         what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
-        found.append(replace(said, what=f"{what} (shown as {run.name} and {run.dataset.path}): {said.what}"))
+        findings.append(replace(finding, what=f"{what} (shown as {run.name} and {run.dataset.path}): {finding.what}"))
     storage = replace(work.root, patience=timeouts.INTERACTIVE)
     if storage.local_path() is None:
         try:
             storage.exists(preflight.PROBE)
         except TrainLitgptError as error:
-            said = finding_of(error, "root.unreachable")
-            found.append(replace(said, what=f"what is there already is not known: {said.what}"))
-    if found:
-        return Sight(work=work, claim=claim, blind=True, findings=tuple(found))
+            finding = finding_of(error, "root.unreachable")
+            findings.append(replace(finding, what=f"the files under the root are not known: {finding.what}"))
+    if findings:
+        return Inspection(work=work, claim=claim, unreachable=True, findings=tuple(findings))
     if claim.config.start.others == "refuse" and (run is None or finished(run.storage) is None):
         try:
             resolve_name_conflicts(claim.config, run=work.name, open=claim.attempts.open)
         except RunIsLive as error:
-            found.append(finding_of(error, "run.live"))
+            findings.append(finding_of(error, "run.live"))
         except UNVERIFIABLE as error:
-            found.append(finding_of(error, "run.unknown"))
-    attempt, blind = 1, False
+            findings.append(finding_of(error, "run.unknown"))
+    attempt, unreachable = 1, False
     try:
         attempt = claim.attempts.next()
     except UNVERIFIABLE as error:
-        blind = True
-        found.append(finding_of(error, "attempt.unknown"))
+        unreachable = True
+        findings.append(finding_of(error, "attempt.unknown"))
     dataset = None if run is None else finished_dataset(run.root, run.dataset)
-    return Sight(work=work, claim=claim, attempt=attempt, dataset=dataset, blind=blind, findings=tuple(found))
+    return Inspection(
+        work=work, claim=claim, attempt=attempt, dataset=dataset, unreachable=unreachable, findings=tuple(findings)
+    )
 
 
-def _blocked(sights: Sequence[Sight]) -> list[list[Finding]]:
-    """All that blocks each of these; what several have in common is looked at once."""
-    places, workers, corpora, origins = (dict[str, list[Finding]]() for _ in range(4))
-    rehearsals: dict[str, preflight.Rehearsal] = {}
-    blocked = []
-    for sight in sights:
-        job = sight.claim.make_job(sight.attempt)
-        if isinstance(sight.work, Script):
-            blocked.append(list(preflight.check_script(sight.work, sight.claim.platform, job)))
-            continue
-        config, planned, dataset = sight.run.config, sight.run.dataset, sight.dataset
-        if (place := content_hash(config.root, config.platform, config.image)) not in places:
-            places[place] = preflight.check_place(config, sight.claim.platform, job)
-        if planned.key not in corpora:  # the start of its texts is read
-            corpora[planned.key] = list(warnings_of(planned))
-        if dataset is None and planned.key not in rehearsals:
-            rehearsals[planned.key] = preflight.rehearse(planned)
-        found = [*places[place], *corpora[planned.key]]
-        found += preflight.check_training(config, job, vocab_size=sight.vocabulary)
-        if problem := replay_problem(sight.run.origin, planned.sample_keys, config.train.seed):
-            found.append(Finding("error", "model.from.samples", *problem))
-        if (model := content_hash(config.model, planned.key)) not in origins:  # by a process that takes seconds
-            origins[model] = list(preflight.check_origin(sight.run, dataset, vocab_size=sight.vocabulary))
-        found += origins[model]
-        rehearsed = dataset or rehearsals[planned.key]
-        if isinstance(rehearsed, Finding):
-            found.append(rehearsed)
-        elif rehearsed is not None:
-            try:
-                training_spec(sight.run, rehearsed)
-            except TrainLitgptError as error:
-                found.append(finding_of(error, "data.too-small"))
-        if dataset is None:
-            if (who := content_hash(config.workers)) not in workers:  # a scheduler is asked over the network
-                workers[who] = preflight.check_workers(config.workers)
-            found += workers[who]
-        blocked.append(found)
-    return blocked
+class _Memo:
+    """Findings that several trials have in common: each check is made once, by the hash of what it looks at."""
+
+    def __init__(self) -> None:
+        self._results: dict[tuple[str, str], Any] = {}
+
+    def once(self, check: str, inputs: str, make: Callable[[], T]) -> T:
+        if (check, inputs) not in self._results:
+            self._results[check, inputs] = make()
+        result: T = self._results[check, inputs]
+        return result
+
+
+def _blockers(inspections: Sequence[Inspection]) -> list[list[Finding]]:
+    """Return the findings that block each of these."""
+    memo = _Memo()
+    blockers = []
+    for inspection in inspections:
+        if isinstance(inspection.work, Script):
+            job = inspection.claim.make_job(inspection.attempt)
+            blockers.append(list(preflight.check_script(inspection.work, inspection.claim.platform, job)))
+        else:
+            blockers.append(_training_blockers(inspection, memo))
+    return blockers
+
+
+def _training_blockers(inspection: Inspection, memo: _Memo) -> list[Finding]:
+    run, dataset, platform = inspection.run, inspection.dataset, inspection.claim.platform
+    config, planned = run.config, run.dataset
+    job = inspection.claim.make_job(inspection.attempt)
+    findings = list[Finding]()
+    place = content_hash(config.root, config.platform, config.image)
+    findings += memo.once("place", place, lambda: preflight.check_place(config, platform, job))
+    findings += memo.once("corpus", planned.key, lambda: list(warnings_of(planned)))  # reads the start of its texts
+    findings += preflight.check_training(config, job, vocab_size=inspection.vocabulary)
+    if problem := replay_problem(run.origin, planned.sample_keys, config.train.seed):
+        findings.append(Finding("error", "model.from.samples", *problem))
+    findings += memo.once(  # in a process that takes seconds
+        "weights",
+        content_hash(config.model, planned.key),
+        lambda: list(preflight.check_origin(run, dataset, vocab_size=inspection.vocabulary)),
+    )
+    prepared: preflight.DryRun = dataset
+    if dataset is None:
+        prepared = memo.once("dataset", planned.key, lambda: preflight.dry_run_dataset(planned))
+        # A Dask scheduler is queried over the network.
+        workers = content_hash(config.workers)
+        findings += memo.once("workers", workers, lambda: preflight.check_workers(config.workers))
+    if isinstance(prepared, Finding):
+        findings.append(prepared)
+    elif prepared is not None:
+        try:
+            training_spec(run, prepared)
+        except TrainLitgptError as error:
+            findings.append(finding_of(error, "data.too-small"))
+    return findings
 
 
 def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = None) -> list[Finding]:
-    """Return what blocks this config. `works` is what it starts, by name, where that is planned already: planning reads
-    every file of the corpus, and all code."""
+    """Return what blocks this config. `works` is what it starts, by title, if it is planned already: planning is
+    expensive, because it reads every file of the corpus and all code.
+
+    Raises:
+        PlatformUnreachable: the attempts of what is about to start cannot be queried.
+    """
     works = _works(config) if works is None else works
-    sights = []
-    for work in works.values():  # of what is about to start all has to be known
+    inspections = []
+    for work in works.values():
         claim = claim_at(work)
         dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
-        sights.append(Sight(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
-    return [*_told(list(works), _blocked(sights)), *_about_parallel(config, sights)]
+        inspections.append(Inspection(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
+    return [*_grouped(list(works), _blockers(inspections)), *_about_parallel(config, inspections)]
 
 
 def plan_to_start(config: RunConfig) -> Run:
-    """Return the run that a config means; raise what refuses it at once, unless its job lives, which is followed."""
+    """Return the run of a config. Raises what refuses it at once, unless its job is running."""
     run = plan_run(config)
-    sight = Sight(work=run, claim=claim_at(run))
-    with suppress(PlatformUnreachable):  # the run asks it again
-        if sight.claim.attempts.live() is None:
-            found = preflight.check_training(config, sight.claim.make_job(1), vocab_size=sight.vocabulary)
-            raise_on_errors(finding for finding in found if finding.severity == "error")
-            sight.claim.platform.check_access()
+    inspection = Inspection(work=run, claim=claim_at(run))
+    with suppress(PlatformUnreachable):  # the run queries it again
+        if inspection.claim.attempts.live() is None:
+            job = inspection.claim.make_job(1)
+            findings = preflight.check_training(config, job, vocab_size=inspection.vocabulary)
+            raise_on_errors(finding for finding in findings if finding.severity == "error")
+            inspection.claim.platform.check_access()
     return run
 
 
-def _trial_rows(config: SweepConfig, sights: Mapping[str, Sight]) -> list[dict[str, str]]:
+def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> list[dict[str, str]]:
 
     def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
         figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
         return {"trial": title, "would": would, **figures, "run": run}
 
     rows = []
-    for title, sight in sights.items():
-        memory = 0 if sight.needs is None else sight.needs.likely
-        title = title or "as it is written"
-        rows.append(row(title, sight.training(), sight.flops(sight.steps), memory, sight.run.name))
-    left = [sight.left for sight in sights.values() if sight.left is not None]
-    would = f"{sum(left):,} steps left" if len(left) == len(sights) else "as many passes over the data"
-    costs = [cost for sight in sights.values() if (cost := sight.cost) is not None]
-    if (cost := arithmetic.together(costs, parallel=config.sweep.max_parallel)) is not None:
-        would = f"{would}, {cost}"
-    largest = _largest(config, list(sights.values()))
-    title = f"all {len(sights)}" + (f", {len(largest)} at a time" if largest else "")
-    flops = sum(sight.flops(sight.steps) for sight in sights.values())
-    return [*rows, row(title, would, flops, sum(needed.likely for needed in largest))]
+    for title, inspection in inspections.items():
+        memory = 0 if inspection.needs is None else inspection.needs.likely
+        flops = inspection.flops(inspection.steps)
+        rows.append(row(title or "as it is written", inspection.training(), flops, memory, inspection.run.name))
+    remaining = [i.remaining_steps for i in inspections.values() if i.remaining_steps is not None]
+    would = "as many passes over the data"
+    if len(remaining) == len(inspections):
+        would = f"{sum(remaining):,} steps left"
+    costs = [inspection.cost for inspection in inspections.values()]
+    total = arithmetic.together([cost for cost in costs if cost is not None], parallel=config.sweep.max_parallel)
+    if total is not None:
+        would = f"{would}, {total}"
+    largest = _largest(config, list(inspections.values()))
+    title = f"all {len(inspections)}"
+    if largest:
+        title += f", {len(largest)} at a time"
+    flops = sum(inspection.flops(inspection.steps) for inspection in inspections.values())
+    return [*rows, row(title, would, flops, sum(needs.likely for needs in largest))]
 
 
-def _largest(config: SweepConfig, sights: Sequence[Sight]) -> list[arithmetic.Needs]:
-    known = [needed for sight in sights if (needed := sight.needs) is not None]
-    return sorted(known, key=lambda one: one.likely, reverse=True)[: config.sweep.max_parallel]
+def _largest(config: SweepConfig, inspections: Sequence[Inspection]) -> list[arithmetic.Needs]:
+    known = [inspection.needs for inspection in inspections if inspection.needs is not None]
+    return sorted(known, key=lambda needs: needs.likely, reverse=True)[: config.sweep.max_parallel]
 
 
-def _about_parallel(config: AnyConfig, sights: Sequence[Sight]) -> list[Finding]:
+def _about_parallel(config: AnyConfig, inspections: Sequence[Inspection]) -> list[Finding]:
     if not isinstance(config, SweepConfig) or not config.platform.on_this_machine or config.sweep.max_parallel == 1:
         return []
-    return list(arithmetic.check_together(_largest(config, sights)))
+    return list(arithmetic.check_together(_largest(config, inspections)))
 
 
-def _told(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding]:
-    """Return each finding once, behind the trials or jobs that it is about unless it is about all of them."""
-    about: dict[Finding, list[str]] = {}
+def _grouped(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding]:
+    """Return each finding once, prefixed with the trials or jobs that it is about unless it is about all of them."""
+    titles_of: dict[Finding, list[str]] = {}
     for title, findings in zip(titles, found, strict=True):
         for finding in dict.fromkeys(findings):
-            about.setdefault(finding, []).append(title)
-    told = []
-    for finding, (first, *others) in about.items():
-        whose = f"{first} and {len(others)} more" if others else first
-        shared = 1 + len(others) == len(found) or not whose
-        told.append(finding if shared else replace(finding, what=f"{whose}: {finding.what}"))
-    return told
+            titles_of.setdefault(finding, []).append(title)
+    grouped = []
+    for finding, about in titles_of.items():
+        prefix = about[0]
+        if len(about) > 1:
+            prefix += f" and {len(about) - 1} more"
+        is_about_all = len(about) == len(found) or not about[0]
+        grouped.append(finding if is_about_all else replace(finding, what=f"{prefix}: {finding.what}"))
+    return grouped
 
 
-def _read_of(planned: PlannedDataset) -> str:
-    """Return how much is read: with `max_bytes`, the files that hold so much if all of their bytes are text."""
+def _amount_to_read(planned: PlannedDataset) -> str:
+    """Return how much is read: with `max_bytes`, the files that contain so much if all their bytes are text."""
     read = files = size = 0
     for part in planned.parts or (planned,):
-        ends = [*accumulate((source.size for source in part.sources), initial=0)]
-        most = ends[-1] if part.data.corpus is None else part.data.corpus.max_bytes or ends[-1]
-        read += min(bisect_left(ends, most), len(ends) - 1)
-        files, size = files + len(ends) - 1, size + min(most, ends[-1])
+        ends = list(accumulate((source.size for source in part.sources), initial=0))
+        limit = ends[-1]
+        if part.data.corpus is not None and part.data.corpus.max_bytes:
+            limit = part.data.corpus.max_bytes
+        read += min(bisect_left(ends, limit), len(ends) - 1)
+        files += len(ends) - 1
+        size += min(limit, ends[-1])
     if read == files:
         return f"{files:,} files, {bytes_text(size)},"
     return f"about {read:,} of {files:,} files, {bytes_text(size)} of text,"
 
 
 def lost_steps(storage: Storage) -> str:
-    """Return which steps of a run's training no checkpoint holds, in a sentence; empty where all are kept."""
+    """Return which steps of a run's training no checkpoint holds, in a sentence; empty if all are kept."""
     done = max((row["step"] for row in read_metrics(storage) if row["kind"] == "step"), default=0)
-    saved = max((found.step for found in checkpoints.list_complete(storage)), default=0)
+    saved = max((manifest.step for manifest in checkpoints.list_complete(storage)), default=0)
     if done <= saved:
         return ""
-    since = f"the checkpoint of step {saved}" if saved else "its beginning, for it has no checkpoint yet"
-    return f"steps {saved + 1} to {done} are lost: the training goes on from {since}"
+    since = f"the checkpoint of step {saved}" if saved else "its beginning, because it has no checkpoint yet"
+    return f"steps {saved + 1} to {done} are lost: the training continues from {since}"
 
 
 def progress_of(storage: Storage, *, live: bool) -> str:
-    """Return how far the training in a run's folder is, in a line; empty where it has not begun.
-    A second line says what of its metrics could not be read. Only a `live` job has a time left, and a pace."""
-    rows = read_metrics(storage, bad := damaged_lines())
-    seen = summary(rows)
-    facts = seen.facts if live else seen.outcome
-    far = ", ".join([f"step {seen.step}/{seen.steps}", *facts]) if rows else ""
-    return "\n".join(filter(None, (far, str(bad))))
+    """Return a line with the progress of the training in a run's folder; empty if it has not begun.
+    A second line names the part of its metrics that could not be read. Only a `live` job has a pace and a time left."""
+    damaged = damaged_lines()
+    rows = read_metrics(storage, damaged)
+    progress = summary(rows)
+    lines = []
+    if rows:
+        facts = progress.facts if live else progress.outcome
+        lines.append(", ".join([f"step {progress.step}/{progress.steps}", *facts]))
+    if str(damaged):
+        lines.append(str(damaged))
+    return "\n".join(lines)

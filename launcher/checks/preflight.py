@@ -1,8 +1,7 @@
-"""Checks of a config before anything is spent on it; all that is wrong is reported at once.
+"""Checks of a config before any money is spent; all problems are reported at once.
 
-The dataset's preparation is rehearsed before anything is rented: what it would be refused for at the end is known now.
-A small corpus is prepared in full, in a scratch folder, so that its refusals are those of the preparation itself. Of a
-larger one on this machine the start is read.
+The preparation of the dataset is tried before any machine is rented. A small corpus is prepared in full, in a scratch
+folder, so that its problems are those of the preparation itself. The start of a larger local corpus is read.
 """
 
 from __future__ import annotations
@@ -47,17 +46,20 @@ from litgpt_demo.training.origins import tokenizer_problem
 
 PROBE = ".access-check"
 _GIB = 2**30
-WHOLE = 4_000_000
-"""Bytes of a corpus that is prepared in full, which takes two seconds; of a larger one so much is read."""
-_OPENED = 64_000_000
-"""Bytes of a file that is opened to read its start: its checksum is compared first, which reads all of it."""
+DRY_RUN_BYTES = 4_000_000
+"""Size up to which a corpus is prepared in full, which takes two seconds; this much is read of a larger one."""
+_LARGEST_OPENED = 64_000_000
+"""Bytes of the largest file that is opened to read its start: its checksum is compared first, which reads all of it."""
 _PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (litgpt_demo.data.workers)
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
-    """Write a small file under the root and remove it, and reach the platform; returns what was found, in words. A
-    LoginProblem where either does not let us in; else the storage's own error, for a full or silent one refuses nobody,
-    or PlatformUnreachable."""
+    """Write a small file under the root and remove it, and query the platform. Returns a sentence about both.
+
+    Raises:
+        LoginProblem: the storage or the platform denies access.
+        PlatformUnreachable, Unreachable: one of them does not answer.
+    """
     storage = open_storage(config.root)
     probe = f"{PROBE}-{socket.gethostname()}-{os.getpid()}"
     try:
@@ -71,20 +73,23 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
 
 
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Yield what is wrong with data, model and training, whatever the place."""
+    """Yield the problems of data, model and training that do not depend on the platform."""
     train, model = config.train, config.model
     has_weights = model.origin is not None
     problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
     if problem is not None:
         yield Finding("error", "model.vocabulary", *problem)
-    if model.name is not None and (changed := catalogue.changed(model.name, model.config)):
-        what = f"model.config changes {model.name}: {changed}"
-        yield Finding("warning", "model.config", what, "model.config={} takes it as it is")
-    # max_steps is held already; without either the dataset decides, and a rehearsal of it tells.
-    steps = None if train.max_tokens is None else train.steps(tokens=0, sequence_length=model.sequence_length)
-    told = f"the {steps or 0:,} steps that train.max_tokens={train.max_tokens or 0:,} makes"
-    if steps is not None and (crowded := schedule_problem(train, steps, told)):
-        yield Finding("error", "train.warmup_steps", *crowded)
+    changes = catalogue.changed(model.name, model.config) if model.name is not None else ""
+    if changes:
+        what = f"model.config changes {model.name}: {changes}"
+        yield Finding("warning", "model.config", what, "model.config={} takes it unchanged")
+    # The config itself checks max_steps; without either the dataset decides, and its dry run checks.
+    if train.max_tokens is not None:
+        steps = train.steps(tokens=0, sequence_length=model.sequence_length)
+        text = f"the {steps:,} steps that train.max_tokens={train.max_tokens:,} makes"
+        problem = schedule_problem(train, steps, text)
+        if problem is not None:
+            yield Finding("error", "train.warmup_steps", *problem)
     yield from _check_products(train, model)
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
@@ -98,7 +103,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
             yield Finding("warning", "train.precision", what, "use 32-true here")
     if not config.platform.in_containers:
         yield from check_packages(os.environ)
-    if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it in silence
+    if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it silently
         what = f"train.strategy={train.strategy} is ignored: there is one process"
         yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")
     if config.evaluation is not None:
@@ -125,16 +130,17 @@ def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]
 
 
 def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Compare the weights that a training starts from with its tokenizer, and with its model in a process of its own:
-    torch stays out of this one."""
-    if (origin := run.origin) is None or run.dataset.unknown:
+    """Compare the initial weights with the tokenizer and the model. The model is compared in a process of its own, so
+    that this one does not import torch."""
+    origin = run.origin
+    if origin is None or run.dataset.unknown:
         return
     known = run.root.address(run.dataset.path) if dataset is not None else None
     if problem := tokenizer_problem(origin, run.dataset, known):
         yield Finding("error", "model.from.tokenizer", *problem)
     remote = run.config.platform.in_containers or is_remote(run.config.root)
     if origin.kind == "checkpoint" and remote and not is_remote(origin.address):
-        what = f"model.from: {origin.address} is on this machine, where no node finds it"
+        what = f"model.from: {origin.address} is on this machine, but the nodes are not"
         yield Finding("error", "model.from.place", what, "copy that run's folder into a bucket, and name it there")
     if vocab_size is not None:
         yield from origin_problems(run, origin, vocab_size=vocab_size)
@@ -147,40 +153,42 @@ def origin_problems(run: Run, origin: InitialWeights, *, vocab_size: int) -> Ite
     command, environ = [*PYTHON, "-m", "litgpt_demo", "compare"], environment_of_readers(os.environ)
     done = subprocess.run(command, input=json.dumps(question), capture_output=True, text=True, env=environ)
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
-        fix = "look at that folder: are its files whole?"
-        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {last[0]}", fix)
+        last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        fix = "check that the files in that folder are complete"
+        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {last_line}", fix)
     else:
         yield from (Finding("error", "model.from", *problem) for problem in json.loads(done.stdout.splitlines()[-1]))
 
 
-def check_evaluation(asked: EvaluationConfig) -> Iterator[Finding]:
-    """Check that there is a harness to score the model by, and the folder of the user's own tasks."""
-    if missing := [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]:
-        what = f"evaluation needs {' and '.join(missing)}, but not all of them are installed here"
+def check_evaluation(evaluation: EvaluationConfig) -> Iterator[Finding]:
+    """Check that the evaluation harness is installed, and that the folder of the user's own tasks exists."""
+    missing = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        what = f"evaluation needs packages that are not installed: {', '.join(missing)}"
         yield Finding("error", "evaluation.missing", what, 'pip install "train-litgpt[evaluate]"')
-    if asked.folder is not None and not asked.folder.is_dir():
-        what = f"evaluation.task_folder={asked.task_folder} is not a folder of this machine"
+    if evaluation.folder is not None and not evaluation.folder.is_dir():
+        what = f"evaluation.task_folder={evaluation.task_folder} is not a folder of this machine"
         yield Finding("error", "evaluation.task_folder", what, "give the folder with the YAML files of your tasks")
 
 
 def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) -> list[Finding]:
-    """Return what is wrong with root, image and platform; trials of a sweep share these."""
-    found = [*check_root(config.root), *_check_region(config.root, config.platform.region)]
+    """Return the problems of root, image and platform, which the trials of a sweep share."""
+    findings = [*check_root(config.root), *_check_region(config.root, config.platform.region)]
     image, machine = config.image, config.platform.machine_type
-    images = config.platform.in_containers
-    if images and isinstance(image, NoImage):
-        what = f"platform {platform.name} runs container images, and image.kind=none"
+    if config.platform.in_containers and isinstance(image, NoImage):
+        what = f"platform {platform.name} runs container images, but image.kind=none"
         fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"
-        found.append(Finding("error", "image.missing", what, fix))
-    elif not images and not isinstance(image, NoImage):
+        findings.append(Finding("error", "image.missing", what, fix))
+    elif not config.platform.in_containers and not isinstance(image, NoImage):
         what = f"platform {platform.name} runs this very environment; image.kind={image.kind} is not used"
-        found.append(Finding("warning", "image.unused", what, "set image to {kind: none}"))
+        findings.append(Finding("warning", "image.unused", what, "set image to {kind: none}"))
     if machine is not None and isinstance(image, BuiltImage) and image.platform.split("/")[1] != machine.arch:
-        what = f"image.platform={image.platform}, and a {machine.name} is {machine.arch}"
+        what = f"image.platform={image.platform}, but a {machine.name} is {machine.arch}"
         fix = f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation"
-        found.append(Finding("error", "image.architecture", what, fix))
-    return [*found, *(check_fitness(config) if images else ()), *platform.check(platform.render(job))]
+        findings.append(Finding("error", "image.architecture", what, fix))
+    if config.platform.in_containers:
+        findings += check_fitness(config)
+    return [*findings, *platform.check(platform.render(job))]
 
 
 # https://docs.cloud.google.com/storage/docs/locations: names of larger areas begin so.
@@ -188,44 +196,50 @@ _AREAS = {"us": "us-", "nam": "us-", "eu": "europe-", "asia": "asia-"}
 
 
 def _check_region(root: str, region: str | None) -> Iterator[Finding]:
-    """Warn of a bucket elsewhere than the machines: all data and each checkpoint cross between them."""
+    """Warn if the bucket is in another region than the machines: all data and each checkpoint cross between them."""
     storage = open_storage(root)
     if region is None or not isinstance(storage, BucketStorage):
         return
-    with suppress(TrainLitgptError):  # whoever may not ask, or cannot, is told so by the credentials step
-        place = storage.location()
-        area = next((begin for name, begin in _AREAS.items() if place.startswith(name)), "")
-        if place and not region.startswith(area if "-" not in place else place):
-            what = f"the bucket of root={root} is in {place}, and the machines are in {region}"
-            fix = f"take a bucket in {region}; traffic between regions is slow and costs by the gigabyte"
-            yield Finding("warning", "root.region", what, fix)
+    location = ""
+    with suppress(TrainLitgptError):  # the credentials step reports missing permissions and a silent bucket
+        location = storage.location()
+    if not location:
+        return
+    prefix = location
+    if "-" not in location:
+        prefix = next((start for name, start in _AREAS.items() if location.startswith(name)), "")
+    if not region.startswith(prefix):
+        what = f"the bucket of root={root} is in {location}, but the machines are in {region}"
+        fix = f"take a bucket in {region}; traffic between regions is slow and costs by the gigabyte"
+        yield Finding("warning", "root.region", what, fix)
 
 
 def check_root(root: str) -> Iterator[Finding]:
-    """Check that the root is a place that can be written, with room left."""
+    """Check that files can be written under the root, and that its disk has space."""
     if bucket_path(root) is not None:
-        return  # asked by the credentials step, with a real write
+        return  # the credentials step checks it with a real write
     path = Path(root).expanduser().resolve()
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not there.is_dir():
-        yield Finding("error", "root.not-a-folder", f"root={root}: {there} is a file", "choose another root")
+    folder = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not folder.is_dir():
+        yield Finding("error", "root.not-a-folder", f"root={root}: {folder} is a file", "choose another root")
         return
     try:
         # A real write: the permission bits say nothing about read-only and full file systems, nor about root.
-        with tempfile.NamedTemporaryFile(dir=there):
+        with tempfile.NamedTemporaryFile(dir=folder):
             pass
     except OSError as error:
-        what = f"root={root}: cannot write to {there} ({error.strerror})"
+        what = f"root={root}: cannot write to {folder} ({error.strerror})"
         yield Finding("error", "root.not-writable", what, "choose another root, or give yourself write permission")
         return
-    if (free := shutil.disk_usage(there).free) < _GIB:
+    free = shutil.disk_usage(folder).free
+    if free < _GIB:
         what = f"root={root} has {bytes_text(free)} free"
         yield Finding("warning", "root.disk-space", what, "free some, or choose another root")
 
 
 def check_workers(workers: Workers) -> list[Finding]:
-    """Check that the Dask cluster is there. It is knocked at, for 5 seconds, and not asked: Dask executes what a
-    scheduler answers, and the config may be somebody else's."""
+    """Check that the Dask scheduler accepts connections. It is not queried: Dask executes a scheduler's answers, and
+    the config may come from another person."""
     if not isinstance(workers, DaskWorkers):
         return []
     if importlib.util.find_spec("distributed") is None:
@@ -242,87 +256,101 @@ def check_workers(workers: Workers) -> list[Finding]:
 
 
 def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Finding]:
-    """Yield what blocks a user's own script, and what does of its place."""
-    config, files = script.config, script.code.paths if script.code else ()
-    program, here, given = config.program[0], config.platform.on_this_machine, f"script={config.script!r}"
+    """Yield what blocks a user's own script: the script itself, and root, image and platform."""
+    config = script.config
+    files = script.code.paths if script.code else ()
+    program, setting = config.program[0], f"script={config.script!r}"
     if program == "-m":
         top = config.program[1].split(".")[0]
-        mounted = any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files)
-        # Ranks start in this folder, and `-m` looks there too.
-        installed = top and (importlib.util.find_spec(top) or PathFinder.find_spec(top, [str(Path.cwd())]))
-        if here and not mounted and not installed:
+        is_mounted = any(path == f"{top}.py" or path.startswith(f"{top}/") for path in files)
+        if config.platform.on_this_machine and not is_mounted and not _has_module(top):
             fix = "install it, or give the path of a file"
-            yield Finding("error", "script.missing", f"{given}: there is no module {top}", fix)
+            yield Finding("error", "script.missing", f"{setting}: module {top} is not installed", fix)
     elif config.code is not None:
         if posixpath.normpath(program) not in files:
-            what = f"{given} is no file of code.mount={config.code.mount}, or one that is left out"
-            fix = "give its path within that folder, and look into the .dockerignore there"
+            what = f"{setting} is not a file of code.mount={config.code.mount}, or its .dockerignore leaves it out"
+            fix = "give its path within that folder, and check the .dockerignore there"
             yield Finding("error", "script.missing", what, fix)
     elif config.platform.in_containers and not program.startswith("/"):
-        what = f"{given} is a path in the image, and nodes start in a folder of their own"
+        what = f"{setting} is a path in the image, but nodes start in a folder of their own"
         yield Finding("error", "script.relative", what, "give its absolute path in the image, or `-m package.module`")
     elif not config.platform.in_containers and not Path(program).is_file():
         fix = "paths are relative to the folder you start from"
-        yield Finding("error", "script.missing", f"{given}: {program} is not a file", fix)
+        yield Finding("error", "script.missing", f"{setting}: {program} is not a file", fix)
     yield from check_place(config, platform, job)
 
 
-Rehearsal: TypeAlias = DatasetManifest | Finding | None
+def _has_module(name: str) -> bool:
+    """Return whether the ranks find a module: they start in the current folder, and `-m` looks there too."""
+    return bool(name and (importlib.util.find_spec(name) or PathFinder.find_spec(name, [str(Path.cwd())])))
+
+
+DryRun: TypeAlias = DatasetManifest | Finding | None
 """The manifest of a dataset that was prepared in full, or why it would be refused."""
 
 
-def rehearse(planned: PlannedDataset) -> Rehearsal:
-    """Prepare a small corpus, or read the start of a larger one; nothing of it is kept. None where the start is well,
-    or reading it would take long, or the corpus cannot be looked at."""
+def dry_run_dataset(planned: PlannedDataset) -> DryRun:
+    """Prepare a small corpus, or read the start of a larger one, and keep nothing. Returns None if the start has no
+    problem, or if it cannot be read in a short time, or not from this machine."""
     from litgpt_demo.data.preparation import prepare
     from litgpt_demo.data.shards import documents
     from litgpt_demo.data.tokens import Encoder
 
     if planned.unknown:
         return None
-    corpus, first, size = planned.data.corpus, planned.sources[0], sum(source.size for source in planned.sources)
+    corpus, first = planned.data.corpus, planned.sources[0]
+    size = sum(source.size for source in planned.sources)
     if corpus.max_bytes is not None:
         size = min(size, corpus.max_bytes)
-    if planned.parts and size > WHOLE:
-        return next((found for found in map(rehearse, planned.parts) if isinstance(found, Finding)), None)
+    if planned.parts and size > DRY_RUN_BYTES:
+        results = map(dry_run_dataset, planned.parts)
+        return next((result for result in results if isinstance(result, Finding)), None)
     try:
-        with tempfile.TemporaryDirectory(prefix="train-litgpt-rehearsal-") as folder:
-            if size <= WHOLE:
+        with tempfile.TemporaryDirectory(prefix="train-litgpt-dry-run-") as folder:
+            if size <= DRY_RUN_BYTES:
                 return prepare(planned, open_storage(folder))
             if planned.tokenizer is not None:
-                Encoder(planned.tokenizer)  # it must be one that texts can be encoded with
-            if not corpus.is_tokenized and first.file is not None and first.size <= _OPENED:
-                begun = planned.data.model_copy(update={"corpus": corpus.model_copy(update={"max_bytes": WHOLE})})
-                deque(documents(begun, planned.sources, Path(folder)), maxlen=0)
+                Encoder(planned.tokenizer)  # raises if it cannot encode texts
+            if not corpus.is_tokenized and first.file is not None and first.size <= _LARGEST_OPENED:
+                start = planned.data.model_copy(
+                    update={"corpus": corpus.model_copy(update={"max_bytes": DRY_RUN_BYTES})}
+                )
+                deque(documents(start, planned.sources, Path(folder)), maxlen=0)
             return None
     except TrainLitgptError as error:
         return finding_of(error, "data.refused")
 
 
 def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
-    """Return where and how much scratch disk a preparation takes at its peak, in words; empty for a local corpus.
+    """Return the folder and size of a preparation's scratch files at their peak, in words; empty for a local corpus.
 
-    Each worker holds what is fetched for a shard, and about as many bytes of tokens. While half of the file system is
-    free the copies stay for the second reading.
+    Each worker holds the files that it fetched for a shard, and about as many bytes of tokens. The copies are kept for
+    the second reading while half of the file system is free.
     """
     from litgpt_demo.data.preparation import threads_for
     from litgpt_demo.data.shards import plan_shards
     from litgpt_demo.data.workers import PrepContext
 
     if planned.parts:
-        return "; ".join(filter(None, (scratch_for(part, root=root, workers=workers) for part in planned.parts)))
+        texts = [scratch_for(part, root=root, workers=workers) for part in planned.parts]
+        return "; ".join(filter(None, texts))
     if planned.data.corpus.is_tokenized or all(source.file is not None for source in planned.sources):
         return ""
     work = PrepContext(data=planned.data, root=root, path=planned.path)
     shards = plan_shards(planned.data.corpus, planned.sources)
     sizes = [sum(part.source.size for part in shard.parts if part.source.file is None) for shard in shards]
-    if (limit := planned.data.corpus.max_bytes) is not None:
+    limit = planned.data.corpus.max_bytes
+    if limit is not None:
         sizes = sizes[: bisect_left(list(accumulate(sizes)), limit) + 1]
     sizes.sort(reverse=True)
-    at_work, whose = 1, "for each worker "
-    if not isinstance(workers, DaskWorkers):
-        at_work, whose = workers.count or threads_for(root if workers.kind == "threads" else ""), ""
-    pieces = sum(sizes[: at_work + (_PIECES if is_remote(root) else 0)])
-    least, most = sum(sizes[:at_work]) + pieces, sum(sizes) + pieces
-    kept = f", and {bytes_text(most)} while half of that disk is free" if most > least else ""
-    return f"{whose}about {bytes_text(least)} of scratch in {work.scratch}{kept}"
+    if isinstance(workers, DaskWorkers):
+        count, prefix = 1, "for each worker "
+    else:
+        count, prefix = workers.count or threads_for(root if workers.kind == "threads" else ""), ""
+    waiting = _PIECES if is_remote(root) else 0
+    pieces = sum(sizes[: count + waiting])
+    least, most = sum(sizes[:count]) + pieces, sum(sizes) + pieces
+    text = f"{prefix}about {bytes_text(least)} of scratch in {work.scratch}"
+    if most > least:
+        text += f", and {bytes_text(most)} while half of that disk is free"
+    return text

@@ -108,7 +108,7 @@ def test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_
     assert (strategy, why[: why.index("; w")]) == (
         "hybrid",
         "each node holds a copy and sends 32.1 GB a step; fsdp would send 60.2 GB a step, 3.9 s at 122 Gbit/s "
-        "(as the gate measured), and the products take 1.1 s",
+        "(as the network test measured), and the products take 1.1 s",
     )
     strategy, why = said(llama)["strategy"]
     assert (strategy, why[: why.index("; w")]) == (
@@ -142,7 +142,7 @@ def test_models_of_a_hundred_billion_parameters_fit_with_each_term_shown(
     assert float(whole) * 1e12 == pytest.approx(16 * parameters, rel=0.01)
     assert float(share) * 1e9 == pytest.approx(16 * parameters / int(ranks), rel=0.01)
     assert int(ranks) == 8 * nodes
-    assert why.endswith("; tensor, pipeline and expert parallelism are not here")
+    assert why.endswith("; tensor, pipeline and expert parallelism are not available")
     figure, terms = said(asked)["memory per process"]
     parts = [term.rsplit(" ", 2) for term in terms.partition(";")[0].split(" + ")]
     assert [name for name, *_ in parts] == ["weights", "AdamW", "gathered", "gradients", "at the loss"]

@@ -114,7 +114,7 @@ def test_a_dataset_that_is_there_is_found_and_one_that_lost_a_file_is_none(tiny:
 def test_a_training_goes_on_where_it_stopped_until_its_model_is_collected(tiny: Tiny) -> None:
     config = tiny()
     commit_checkpoint(config, 4)
-    assert would(config)["training"] == "train on from step 4 of 8 steps"
+    assert would(config)["training"] == "continue from step 4 of 8 steps"
     commit_checkpoint(config, 8)
     assert would(config)["training"] == "nothing: done, 8 steps"
     run = plan_run(config)
@@ -138,9 +138,9 @@ def test_progress_is_a_line_once_there_are_metrics_and_what_no_checkpoint_holds_
     rows += [{"kind": "step", "step": step, "loss": 5.25, "tokens": step * 128, **speed} for step in range(1, 138)]
     run.write(METRICS, "".join(json.dumps(row) + "\n" for row in rows).encode())
     assert progress_of(run, live=True) == "step 137/200, loss 5.2500, 1,000 tok/s, 21 min left"
-    assert "from its beginning, for it has no checkpoint yet" in lost_steps(run)
+    assert "from its beginning, because it has no checkpoint yet" in lost_steps(run)
     commit(run, checkpoint(120))
-    assert lost_steps(run) == "steps 121 to 137 are lost: the training goes on from the checkpoint of step 120"
+    assert lost_steps(run) == "steps 121 to 137 are lost: the training continues from the checkpoint of step 120"
     commit(run, checkpoint(137))
     assert lost_steps(run) == ""
 
@@ -173,7 +173,7 @@ REFUSED = [
     ("model.sequence_length=50000", "one sample of model.sequence_length=50000 needs 50001"),
     ("root=s3://bucket/x", "is neither gs://bucket/prefix nor a local path"),
     ("root=/proc/runs", "cannot write to /proc"),
-    ("platform={kind: gke, gpus: 1}", "runs container images, and image.kind=none"),
+    ("platform={kind: gke, gpus: 1}", "runs container images, but image.kind=none"),
     (
         "platform={kind: gke, machine: a4x-highgpu-4g} | image={kind: docker, repository: r/x} | train.global_batch=16",
         "set image.platform to linux/arm64",

@@ -65,7 +65,7 @@ def test_bucket_in_another_region_than_the_machines_is_a_warning(
         job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="gs://runs/a/1")
         found = [one for one in check_place(config, StrictPlatform(), job) if one.code == "root.region"]
     assert [one.severity for one in found] == ["warning"] * elsewhere
-    assert all(f"is in {bucket.lower()}, and the machines are in europe-west4" in one.what for one in found)
+    assert all(f"is in {bucket.lower()}, but the machines are in europe-west4" in one.what for one in found)
 
 
 def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is
     model = {"name": "pythia-14m", "config": {"n_layer": 4, "n_embd": 128, "padded_vocab_size": 512}}
     found = check_training(validated(RunConfig, {"model": model}, where="test"), job, vocab_size=300)
     [said] = [str(one) for one in found if one.code == "model.config"]
-    assert "model.config changes pythia-14m: n_layer 6→4 -> model.config={} takes it as it is" in said
-    with pytest.raises(ConfigProblem, match=r"n_embd 2048→192, n_head 32→6; model\.config=\{\} takes it as it is"):
+    assert "model.config changes pythia-14m: n_layer 6→4 -> model.config={} takes it unchanged" in said
+    with pytest.raises(ConfigProblem, match=r"n_embd 2048→192, n_head 32→6; model\.config=\{\} takes it unchanged"):
         validated(RunConfig, {"model": {"name": "Llama-3.2-1B", "config": {"n_embd": 192, "n_head": 6}}}, where="test")
 
 
