@@ -80,7 +80,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = str(error) or "n_embd must be a multiple of n_head, n_head one of n_query_groups"
         if name is not None and changes:
-            reason += f"; it changes {name}: {changed(name, changes)}; model.config={{}} takes it as it is"
+            reason += f"; it changes {name}: {changed(name, changes)}; model.config={{}} takes it unchanged"
         raise ValueError(
             f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}"
         ) from error

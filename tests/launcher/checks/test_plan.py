@@ -212,7 +212,7 @@ def test_a_config_that_cannot_work_is_refused_by_its_plan_in_words_and_by_class(
     for changes, words in REFUSED_CORPORA:
         require_refusal(words, EXIT_CODES[FailureClass.DATA], "training.yaml", *changes.split(" | "))
     require_refusal("pi2.py is not a file", EXIT_CODES[FailureClass.USER], "script.yaml", "script=pi2.py")
-    require_refusal("there is no module pi2", EXIT_CODES[FailureClass.USER], "script.yaml", "script=-m pi2")
+    require_refusal("module pi2 is not installed", EXIT_CODES[FailureClass.USER], "script.yaml", "script=-m pi2")
     assert cli("plan", "training.yaml").code == cli("plan", "script.yaml", "script=-m pi").code == 0
     assert sorted(tmp_path.iterdir()) == before
 
