@@ -54,8 +54,8 @@ def train_step(training: Training, step: int) -> LocalStepStats:
     windows, token_losses = training.data.train, list[Tensor]()
     for index, (inputs, targets) in enumerate(batches, 1):
         if isinstance(windows, MixtureDataset):
-            module.each = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
-            token_losses.append(module.each)
+            module.per_token_loss_out = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
+            token_losses.append(module.per_token_loss_out)
         # Sharded gradients are reduced after every pass, for a rank may have no room for all of them. Only the
         # all-reduce between the replicas of a hybrid waits for the last pass.
         if sharded:
@@ -78,7 +78,7 @@ def train_step(training: Training, step: int) -> LocalStepStats:
         training.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
     training.optimizer.step()
     training.optimizer.zero_grad()
-    module.each = None
+    module.per_token_loss_out = None
     by_source = None
     if isinstance(windows, MixtureDataset):
         positions = global_positions(step, train.global_batch)

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from litgpt_demo import catalogue
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
-from litgpt_demo.models.model import LossGPT, Workspace
+from litgpt_demo.models.loss import Workspace
+from litgpt_demo.models.model import LossGPT
 from litgpt_demo.training.setup import apply_float8_ac_compile
 
 LAYERS = 3  # of the models that are built of the whole catalogue: blocks are alike, and some have thousands of experts

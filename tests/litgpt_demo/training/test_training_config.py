@@ -47,7 +47,11 @@ def test_what_is_no_count_is_refused(written: object) -> None:
         ),
         (TrainConfig, {"profile": {"steps": "25-20"}}, "steps=25-20 are not 1 to 100 steps"),
         (TrainConfig, {"profile": {"steps": 300}, "max_steps": 200}, "steps=300 come after train.max_steps=200"),
-        (RunConfig, {"train": {"profile": {"ranks": [0, 2]}}}, "not all there: the run has 1, the first is 0"),
+        (
+            RunConfig,
+            {"train": {"profile": {"ranks": [0, 2]}}},
+            "ranks that do not exist: the run has 1, the first is 0",
+        ),
         (TrainConfig, {"strategy": "fsdp", "precision": "16-mixed"}, "take bf16-mixed"),
         (TrainConfig, {"strategy": "hybrid", "compile": "model"}, "see through train.strategy=hybrid; take .*=blocks"),
         (RunConfig, {"train": {"strategy": "hybrid"}}, "nodes=1 with .*processes=1 each; take train.strategy=fsdp, or"),

@@ -15,7 +15,8 @@ from torch.nn.functional import cross_entropy
 
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
-from litgpt_demo.models.model import LossGPT, projected_cross_entropy
+from litgpt_demo.models.loss import projected_cross_entropy
+from litgpt_demo.models.model import LossGPT
 from litgpt_demo.training.setup import apply_float8_ac_compile, multiply_in_float8
 
 

@@ -1,0 +1,220 @@
+"""The loss of a model, computed without ever holding the logits of a whole batch.
+
+The projection onto the vocabulary and the cross-entropy are most of a small model's step. Computed one after the other,
+they write and read batch x sequence x vocabulary numbers half a dozen times, in two precisions. Here a few rows at a
+time go through both, and the gradients are ready when the loss is: three matrix products and one softmax, forward and
+backward, as in Hsu et al. 2024 (https://arxiv.org/abs/2410.10989). torch's own `linear_cross_entropy` does likewise,
+but it supports neither autocast nor the softcapping of some models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from litgpt_demo.models.estimates import chunk_rows
+
+
+class Workspace:
+    """Temporary memory on a CPU, kept from one call to the next.
+
+    The kernel clears newly allocated memory page by page, which took up to a third of the time. On a GPU torch keeps
+    freed memory by itself.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+
+    def of(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor of this name with any content: that of the last call if it fits, else a new one."""
+        tensor = self._tensors.get(name)
+        if tensor is None or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            if device.type == "cpu":
+                self._tensors[name] = tensor
+        return tensor
+
+
+def projected_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    workspace: Workspace | None = None,
+    per_token_loss_out: Tensor | None = None,
+) -> Tensor:
+    """Return the mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, against `targets`.
+
+    It is a float32 scalar. The loss of each target is written into `per_token_loss_out`. Under autocast the products
+    have its precision and all else float32, like `cross_entropy` after a `Linear`.
+    """
+    device = hidden.device.type
+    options = _Options(
+        softcap=softcap,
+        dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype,
+        with_gradients=torch.is_grad_enabled(),
+        workspace=workspace or Workspace(),
+        per_token_loss_out=per_token_loss_out,
+    )
+    with torch.autocast(device, enabled=False):
+        loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), options
+        )
+    return loss
+
+
+class _Options(NamedTuple):
+    softcap: float | None
+    dtype: torch.dtype
+    """The type of the operands of the products."""
+    with_gradients: bool
+    workspace: Workspace
+    per_token_loss_out: Tensor | None
+
+
+class _ProjectedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
+    ) -> Tensor:
+        """Return the loss; keep its gradients by `hidden`, `weight` and `bias` if they are wanted."""
+        dtype, workspace, device = options.dtype, options.workspace, hidden.device
+        precise = torch.promote_types(dtype, torch.float32)
+        inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
+        rows = chunk_rows(count, len(weight), device=device.type)
+        logits = workspace.of("logits", rows, len(weight), dtype=precise, device=device)
+        narrow = logits
+        if dtype != precise:
+            narrow = workspace.of("narrow", rows, len(weight), dtype=dtype, device=device)
+        total = hidden.new_zeros((), dtype=precise)
+        gradients = _Gradients.of(hidden, weight, bias, options) if options.with_gradients else None
+
+        for first in range(0, count, rows):
+            part = slice(first, min(first + rows, count))
+            chunk, narrow_chunk = logits[: part.stop - first], narrow[: part.stop - first]
+            _multiply(inputs[part], matrix.T, out=chunk, workspace=narrow_chunk)
+            if bias is not None:
+                chunk += bias
+            cap_slope = None if options.softcap is None else _softcap_(chunk, options.softcap)
+            losses = _cross_entropy_gradient_(chunk, targets[part])
+            total += losses.sum()
+            if options.per_token_loss_out is not None:
+                options.per_token_loss_out[part] = losses
+            if gradients is None:
+                continue
+            if cap_slope is not None:
+                chunk *= cap_slope
+            gradients.add_chunk(part, chunk, narrow_chunk, inputs, matrix)
+
+        ctx.gradients = (None, None, None) if gradients is None else gradients.in_types_of(hidden, weight, bias)
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        # Drop the references, so that autograd may keep the tensors themselves as gradients instead of copying them.
+        gradients, ctx.gradients = ctx.gradients, None
+        if scale.device.type != "cpu" or float(scale) != 1.0:  # reading a GPU's value would wait for the GPU
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(scale)
+        return (*gradients, None, None)
+
+
+def _softcap_(logits: Tensor, softcap: float) -> Tensor:
+    """Cap logits in place, as LitGPT's do_softcapping does, and return the derivative."""
+    logits.div_(softcap).tanh_()
+    slope = 1 - logits * logits
+    logits.mul_(softcap)
+    return slope
+
+
+def _cross_entropy_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each row, and make logits their summed loss's gradient: probabilities, less 1 at the target.
+
+    The loss is taken from logarithms, because a probability may be 0 where a target is all but impossible.
+    """
+    torch.log_softmax(logits, dim=-1, out=logits)
+    columns = targets.unsqueeze(1)
+    losses = -logits.gather(1, columns).squeeze(1)
+    logits.exp_().scatter_add_(1, columns, logits.new_full((), -1.0).expand(columns.shape))
+    return losses
+
+
+_LIFT = 1024.0  # a power of two; sums of float16 products stay far below 65,504
+
+
+@dataclass(kw_only=True)
+class _Gradients:
+    """The gradients of the mean loss, summed chunk by chunk in float32 or more."""
+
+    by_hidden: Tensor
+    by_weight: Tensor
+    by_bias: Tensor | None
+    product: Tensor | None
+    """Workspace for a chunk's part of `by_weight` where the device cannot add to it; see _multiply."""
+    lift: float
+    """A factor for logits' gradients in float16, which has nothing below 6e-8.
+
+    The trainer's own scale of the loss reaches these gradients only after their cast.
+    """
+    count: int
+
+    @staticmethod
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> _Gradients:
+        """Allocate the sums of a call."""
+        dtype, device = options.dtype, hidden.device
+        precise = torch.promote_types(dtype, torch.float32)
+        product = None
+        if dtype != precise and device.type != "cuda":
+            product = options.workspace.of("product", *weight.shape, dtype=dtype, device=device)
+        return _Gradients(
+            by_hidden=torch.empty_like(hidden, dtype=precise),
+            by_weight=torch.empty_like(weight, dtype=precise),
+            by_bias=None if bias is None else torch.zeros_like(bias, dtype=precise),
+            product=product,
+            lift=_LIFT if dtype == torch.float16 else 1.0,
+            count=len(hidden),
+        )
+
+    def add_chunk(self, part: slice, by_logits: Tensor, narrow: Tensor, inputs: Tensor, matrix: Tensor) -> None:
+        """Add the part of a chunk of rows; `narrow` gets the gradient by logits in the type of the products."""
+        alpha = 1 / (self.count * self.lift)
+        torch.mul(by_logits, self.lift, out=narrow)
+        _multiply(narrow, matrix, out=self.by_hidden[part], alpha=alpha)
+        _multiply(narrow.T, inputs[part], out=self.by_weight, workspace=self.product, alpha=alpha, add=part.start > 0)
+        if self.by_bias is not None:
+            self.by_bias.add_(by_logits.sum(0), alpha=1 / self.count)
+
+    def in_types_of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the gradients in the types of the tensors that they belong to."""
+        by_bias = self.by_bias
+        if bias is not None and by_bias is not None:
+            by_bias = by_bias.to(bias.dtype)
+        return self.by_hidden.to(hidden.dtype), self.by_weight.to(weight.dtype), by_bias
+
+
+def _multiply(
+    left: Tensor, right: Tensor, *, out: Tensor, workspace: Tensor | None = None, alpha: float = 1.0, add: bool = False
+) -> None:
+    """Write, or add, `alpha` times a matrix product, summed in the precision of `out` where the device can.
+
+    Where it cannot, `workspace` holds the product in the operands' precision.
+    """
+    if left.dtype == out.dtype:
+        torch.addmm(out, left, right, beta=float(add), alpha=alpha, out=out)
+    elif left.device.type == "cuda":
+        torch.addmm(out, left, right, out_dtype=out.dtype, beta=float(add), alpha=alpha, out=out)
+    else:
+        product = torch.mm(left, right, out=workspace)
+        if add:
+            out.add_(product, alpha=alpha)
+        else:
+            # A plain number would be rounded to the product's type.
+            torch.mul(product, out.new_tensor([alpha]), out=out)
