@@ -11,7 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, fault_of_exception
-from litgpt_demo.node.logs import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_lines_without_room
 from litgpt_demo.proxies import settle_proxies
 
 COMMANDS = {
@@ -67,6 +67,6 @@ def _leave(ended: Sequence[int]) -> None:
 if __name__ == "__main__":
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first that is registered is called last
-    drop_what_does_not_fit()
+    drop_lines_without_room()
     codes.append(main(sys.argv[1:]))
     sys.exit(codes[0])

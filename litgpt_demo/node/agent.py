@@ -1,4 +1,4 @@
-"""The ranks of a node: started under torchrun, watched, ended, and what they left read."""
+"""The ranks of a node: started under torchrun, watched and ended; the results of a failed one are collected."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -20,6 +20,7 @@ from litgpt_demo.errors import FailureClass, Preempted, RankFailure, fault_of_ex
 from litgpt_demo.heartbeat import (
     BEATS,
     NODE_DIRECTORY,
+    Beat,
     Watcher,
     ask_for_stacks,
     is_stopped,
@@ -42,14 +43,14 @@ class TorchrunResult:
     host_ran_out_of_memory: bool = False
     failures: tuple[RankFailure, ...] = ()
     agent: str | None = None
-    """The exception that torchrun itself fell over."""
+    """The exception that ended torchrun itself."""
     stopped: tuple[int, ...] = ()
-    """The local ranks that were stopped because of the others, and had failed at nothing."""
+    """The local ranks that did not fail, but were stopped because of others."""
     traces: tuple[Trace, ...] = ()
 
     @property
     def cause(self) -> str:
-        """What explains it; empty where nothing is known."""
+        """The root cause; empty if nothing is known."""
         failure = root_cause(self.failures)
         return str(failure) if failure else self.agent or ""
 
@@ -63,11 +64,11 @@ class ShutdownState:
 
 
 def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
-    """The argument list that starts this node's ranks: a script, or `-m` and a module, then its arguments. In `log_dir`
-    torchrun keeps one directory per rank with its output and error file.
+    """Return the arguments that start this node's ranks: a script, or `-m` and a module, then its arguments.
 
-    The rendezvous is static: ranks follow from `node_rank` alone, and no host has to recognise its own name
-    (pytorch#73656). torchrun's own restarts stay off, because a gang cannot heal in part: a new attempt restarts all.
+    In `log_dir` torchrun keeps one directory per rank with its output and error file. The rendezvous is static: ranks
+    follow from `node_rank` alone, and no host has to recognise its own name (pytorch#73656). torchrun's own restarts
+    stay off, because part of a gang cannot be restarted: a new attempt restarts all ranks.
     """
     module = ("-m",) if node.program[0] == "-m" else ()
     return [
@@ -83,9 +84,9 @@ def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
         "--tee=3",
         "--role=rank",
         *module,
-        # Without it torchrun takes the program's own options for abbreviations of its own: --run for --run-path.
+        # Without it torchrun reads the program's own options as abbreviations of its own: --run as --run-path.
         "--",
-        # torchrun takes `$$` for `$` and `${local_rank}` for the rank (torch.distributed.elastic.utils.api.macros).
+        # torchrun replaces `$$` by `$` and `${local_rank}` by the rank (torch.distributed.elastic.utils.api.macros).
         *(word.replace("$", "$$") for word in node.program[len(module):]),
     ]  # fmt: skip
 
@@ -93,90 +94,100 @@ def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
 def run_ranks(
     node: Node, environ: Mapping[str, str], shutdown: ShutdownState, *, folder: str = "ranks", place: int | None = None
 ) -> TorchrunResult:
-    """Start torchrun, wait, and read what its ranks left in `folder`. Strays are found by NODE_DIRECTORY.
+    """Start torchrun, wait, and collect the files of its ranks in `folder`. NODE_DIRECTORY marks every process.
 
-    `place` is the node's number among the ranks, where that is another than its own.
+    `place` is the node rank for torchrun, if nodes were reordered by topology.
     """
     logs = node.own / folder
-    # What an earlier life of this node has left.
-    for left in (logs / FAILURES, *node.own.glob(f"{BEATS}/*.json"), *node.own.glob(f"{RECORDER}*")):
-        left.unlink(missing_ok=True)
-    place = node.node_rank if place is None else place
+    # Files of an earlier start of this node.
+    for file in (logs / FAILURES, *node.own.glob(f"{BEATS}/*.json"), *node.own.glob(f"{RECORDER}*")):
+        file.unlink(missing_ok=True)
+    if place is None:
+        place = node.node_rank
     command = torchrun_command(replace(node, node_rank=place), log_dir=str(logs))
-    kills_before, began = out_of_memory_kills(), time.time()
+    kills_before, started_at = out_of_memory_kills(), time.time()
     shutdown.torchrun = subprocess.Popen(command, env=dict(environ), stdin=subprocess.DEVNULL)
     use = NetworkUse(node.network, logs, nodes=node.nodes, cards=environ.get("NCCL_IB_HCA", ""))
-    wrong = _watched(shutdown.torchrun, node, use)
+    failure = _watch(shutdown.torchrun, node, use)
     exit_code = shutdown.torchrun.wait()
     if exit_code == 0:
         return TorchrunResult(asked=shutdown.asked)
     kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures, agent = read_failures(logs)
+    if failure is not None:
+        failures = [failure]
     steps = {beat.local_rank: beat.step for beat in read_beats(node.own, living=False)}
-    failures = [replace(one, step=steps.get(one.local_rank)) for one in ([wrong] if wrong is not None else failures)]
-    failed, folders = {one.local_rank for one in failures}, rank_folders(logs)
-    of_ranks = {place * node.processes + local: folder for local, folder in folders.items()}
+    failures = [replace(failure, step=steps.get(failure.local_rank)) for failure in failures]
+    failed = {failure.local_rank for failure in failures}
+    folders = rank_folders(logs)
+    folder_of_rank = {place * node.processes + local_rank: folder for local_rank, folder in folders.items()}
     return TorchrunResult(
         exit_code=exit_code,
         asked=shutdown.asked,
         host_ran_out_of_memory=killed > 0,
         failures=tuple(failures),
         agent=agent,
-        stopped=tuple(local for local in folders if local not in failed),
-        traces=tuple(gather(of_ranks, recorders=node.own, since=began, killed=killed)),
+        stopped=tuple(local_rank for local_rank in folders if local_rank not in failed),
+        traces=tuple(gather(folder_of_rank, recorders=node.own, since=started_at, killed=killed)),
     )
 
 
-def _watched(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> RankFailure | None:
-    """Return when torchrun has ended; with what is wrong, if it was killed for silent ranks, or for another network."""
+def _watch(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> RankFailure | None:
+    """Wait for torchrun's end. Kill it if ranks are silent or use another network, and return that failure."""
     watcher = Watcher()
     while True:
         paused = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             torchrun.wait(1.0)
             return None
-        now, beats = time.monotonic(), read_beats(node.own)
-        wrong: RankFailure | None
-        if silent := watcher.overdue(beats, paused=paused, now=now):
-            held = {beat for beat in silent if is_stopped(beat)}  # asked for its stacks, a stopped process goes on
-            ask_for_stacks(beats)
-            # The likeliest cause is one that was held by the kernel, or whose stacks show no wait for the others.
-            waiting = {beat: beat not in held and waits_for_peers(beat) for beat in silent}
-            beat = min(silent, key=waiting.__getitem__)
-            peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not beat]
-            message = (
-                f"Hung: rank {beat.rank} has given no sign of life for {time.monotonic() - beat.ticks:.0f} s, which "
-                f"may be {beat.max_silence:g} s (train.hang_after); it had done {beat.step} steps and was {beat.doing}"
-                + (f"; silent too: {', '.join(peers)}" if peers else "")
-                + f". The stacks of all its threads are in {beat.stacks}, those of its peers in files next to it"
-            )
-            wrong = RankFailure(
-                local_rank=beat.local_rank,
-                exit_code=None,
-                message=message,
-                traceback=tuple(Path(beat.stacks).read_text(errors="replace").splitlines()[-40:]),
-                time=beat.time,
-                waits=waiting[beat],
-                held=beat in held,
-            )
+        beats = read_beats(node.own)
+        silent = watcher.overdue(beats, paused=paused, now=time.monotonic())
+        if silent:
+            failure: RankFailure | None = _hang(silent, beats)
         else:
-            steps, sends = (max((getattr(beat, name) for beat in beats), default=0) for name in ("step", "sends"))
-            if (wrong := use.look(steps=steps, sends=sends)) is None:
-                continue
-        kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)
-        return wrong
+            steps = max((beat.step for beat in beats), default=0)
+            sends = max((beat.sends for beat in beats), default=0)
+            failure = use.look(steps=steps, sends=sends)
+        if failure is not None:
+            kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)
+            return failure
+
+
+def _hang(silent: Sequence[Beat], beats: Sequence[Beat]) -> RankFailure:
+    """Return the failure of the likeliest culprit: a stopped rank, or one whose stacks show no wait for the others."""
+    stopped = {beat for beat in silent if is_stopped(beat)}  # asked for its stacks, a stopped process continues
+    ask_for_stacks(beats)
+    waiting = {beat: beat not in stopped and waits_for_peers(beat) for beat in silent}
+    culprit = min(silent, key=waiting.__getitem__)
+    peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not culprit]
+    also_silent = f"; silent too: {', '.join(peers)}" if peers else ""
+    message = (
+        f"Hung: rank {culprit.rank} has given no sign of life for {time.monotonic() - culprit.ticks:.0f} s, which "
+        f"may be {culprit.max_silence:g} s (train.hang_after); it had done {culprit.step} steps and was {culprit.doing}"
+        f"{also_silent}. The stacks of all its threads are in {culprit.stacks}, those of its peers in files next to it"
+    )
+    return RankFailure(
+        local_rank=culprit.local_rank,
+        exit_code=None,
+        message=message,
+        traceback=tuple(Path(culprit.stacks).read_text(errors="replace").splitlines()[-40:]),
+        time=culprit.time,
+        waits=waiting[culprit],
+        held=culprit in stopped,
+    )
 
 
 def forward_signals(shutdown: ShutdownState, *, grace: int) -> None:
-    """Let SIGTERM and SIGINT ask the ranks to save and leave; a rank that outstays `grace` by far is killed."""
+    """Forward SIGTERM and SIGINT to the ranks, so that they save and leave; kill them long after `grace` seconds."""
 
-    def ask(number: int, _frame: FrameType | None) -> None:
-        first, shutdown.asked = shutdown.asked is None, shutdown.asked or time.time()
+    def handle(number: int, _frame: FrameType | None) -> None:
+        is_first = shutdown.asked is None
+        shutdown.asked = shutdown.asked or time.time()
         if shutdown.torchrun is None:
             raise Preempted("asked to leave before the ranks were started")
-        if first:
-            # torchrun itself kills ranks that outstay `grace`; this is for a torchrun that hangs.
+        if is_first:
+            # torchrun itself kills ranks after `grace`. This is for a torchrun that hangs.
             timer = threading.Timer(grace + 10, shutdown.torchrun.kill)
             timer.daemon = True
             timer.start()
@@ -184,15 +195,15 @@ def forward_signals(shutdown: ShutdownState, *, grace: int) -> None:
         if number == signal.SIGTERM or not os.isatty(0):
             shutdown.torchrun.send_signal(signal.SIGTERM)
 
-    signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, handle)
 
 
 def processes_with_env(name: str, value: str) -> list[psutil.Process]:
-    """The processes of this machine, but for the calling one, in whose environment `name` is `value`."""
+    """Return the processes of this machine, except the calling one, in whose environment `name` is `value`."""
     found = []
     for process in psutil.process_iter():
-        # Gone in the meantime, a zombie, or another user's, whose environment is none of ours.
+        # It has ended, is a zombie, or belongs to another user, whose environment cannot be read.
         with contextlib.suppress(psutil.Error, OSError):
             if process.pid != os.getpid() and process.environ().get(name) == value:
                 found.append(process)
@@ -200,38 +211,41 @@ def processes_with_env(name: str, value: str) -> list[psutil.Process]:
 
 
 def kill_by_env_marker(name: str, value: str, *, grace: float) -> list[psutil.Process]:
-    """End every process marked so: SIGTERM, SIGKILL after `grace` seconds. Returns who would not go in 10 more."""
+    """Send SIGTERM to all marked processes, and SIGKILL after `grace` seconds; return those alive 10 s later."""
     kill_at = time.monotonic() + grace
-    told: set[psutil.Process] = set()
-    # Until there are none, because a process can start another between the look and the kill.
-    while (left := processes_with_env(name, value)) and time.monotonic() < kill_at + 10:
-        for process in left:
+    terminated: set[psutil.Process] = set()
+    # Until there are none, because a process can start another between the list and the kill.
+    while True:
+        processes = processes_with_env(name, value)
+        if not processes or time.monotonic() >= kill_at + 10:
+            return processes
+        for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 if time.monotonic() >= kill_at:
                     process.kill()
-                elif process not in told:
-                    told.add(process)
+                elif process not in terminated:
+                    terminated.add(process)
                     process.terminate()
         time.sleep(0.1)
-    return left
 
 
-def fault_of(ending: TorchrunResult) -> FailureClass | None:
-    """Return why the node's ranks ended; None if they ended well."""
-    if ending.exit_code == 0:
+def fault_of(result: TorchrunResult) -> FailureClass | None:
+    """Return the class of the failure of the node's ranks; None if they succeeded."""
+    if result.exit_code == 0:
         return None
-    cause = root_cause(ending.failures)
+    cause = root_cause(result.failures)
     if cause is not None and not cause.secondary:
-        killed = cause.exit_code == -signal.SIGKILL and cause.fault is FailureClass.NODE
-        return FailureClass.OUT_OF_MEMORY if killed and ending.host_ran_out_of_memory else cause.fault
-    # Peers that are asked to leave together lose each other; what counts is which came first.
-    if ending.asked is not None and (cause is None or cause.time >= int(ending.asked)):
+        is_killed = cause.exit_code == -signal.SIGKILL and cause.fault is FailureClass.NODE
+        return FailureClass.OUT_OF_MEMORY if is_killed and result.host_ran_out_of_memory else cause.fault
+    # Peers that leave together lose each other. The first event counts.
+    if result.asked is not None and (cause is None or cause.time >= int(result.asked)):
         return FailureClass.PREEMPTED
     if cause is not None:
         return cause.fault
-    if ending.agent is not None:  # torchrun's own exception; meeting its peers is most of what it can fail at
-        fault = fault_of_exception(ending.agent)
-        return FailureClass.NETWORK if fault is FailureClass.UNKNOWN and "rendezvous" in ending.agent.lower() else fault
-    if ending.exit_code == FailureClass.DISK_FULL.exit_code:  # there was no room for torchrun's findings
+    if result.agent is not None:  # torchrun's own exception, which is mostly a failed rendezvous
+        fault = fault_of_exception(result.agent)
+        is_rendezvous = fault is FailureClass.UNKNOWN and "rendezvous" in result.agent.lower()
+        return FailureClass.NETWORK if is_rendezvous else fault
+    if result.exit_code == FailureClass.DISK_FULL.exit_code:  # there was no room for torchrun's findings
         return FailureClass.DISK_FULL
-    return FailureClass.NODE if ending.exit_code < 0 else FailureClass.UNKNOWN
+    return FailureClass.NODE if result.exit_code < 0 else FailureClass.UNKNOWN

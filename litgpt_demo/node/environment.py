@@ -192,46 +192,49 @@ def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class NodeTimer:
-    """The seconds of a node's life, told to its ranks, so that the metrics tell them on.
+    """The times of a node, which its ranks get by TIMES and write into the metrics.
 
-    The clock of the day says once when the node began. All else is counted from there by the machine's monotonic clock,
-    which its processes share: a clock that is set by an hour meanwhile changes nothing.
+    The wall clock is read once, at the node's start. All else is measured by the machine's monotonic clock, which its
+    processes share, so a change of the wall clock has no effect.
     """
 
     attempt: int = 0
-    """The number of the attempt; 0 where its folder is not called so."""
-    started: float = field(default_factory=time.time)
+    """The number of the attempt; 0 if its folder has another name."""
+    started_at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
-    begun: float = field(default_factory=time.monotonic)
+    started_monotonic: float = field(default_factory=time.monotonic)
     """The same moment on the monotonic clock."""
     gate: float = 0.0
-    """Seconds of the measurement of the network."""
+    """Seconds of the network test."""
     stage: float = 0.0
     """Seconds in which the datasets were brought here and verified."""
 
     @classmethod
     def from_environ(cls) -> NodeTimer | None:
-        """Return what a rank's node has told it by TIMES; None for a rank that no node of ours started."""
-        words = os.environ.get(TIMES)
-        return cls(**json.loads(words)) if words else None
+        """Return the timer of this rank's node; None for a rank that no node of ours started."""
+        document = os.environ.get(TIMES)
+        return cls(**json.loads(document)) if document else None
 
     def elapsed(self, moment: float | None = None) -> float:
         """Return the seconds from the node's start to a moment of the monotonic clock, by default now."""
-        return round((time.monotonic() if moment is None else moment) - self.begun, 3)
+        if moment is None:
+            moment = time.monotonic()
+        return round(moment - self.started_monotonic, 3)
 
     @contextlib.contextmanager
-    def spent_on(self, what: Literal["gate", "stage"]) -> Iterator[None]:
-        """Add the seconds in between, also where they end with an error."""
-        began = time.monotonic()
+    def spent_on(self, phase: Literal["gate", "stage"]) -> Iterator[None]:
+        """Add the seconds of the block to a phase, also if the block raises."""
+        start = time.monotonic()
         try:
             yield
         finally:
-            setattr(self, what, getattr(self, what) + time.monotonic() - began)
+            setattr(self, phase, getattr(self, phase) + time.monotonic() - start)
 
     def columns(self) -> dict[str, Any]:
-        """Return what the `start` row of the metrics tells of it."""
-        return {**({"attempt": self.attempt} if self.attempt else {}), "node_started": self.started, **self.phases()}
+        """Return the columns of the `start` row of the metrics."""
+        attempt = {"attempt": self.attempt} if self.attempt else {}
+        return {**attempt, "node_started": self.started_at, **self.phases()}
 
     def phases(self) -> dict[str, float]:
-        """Return the seconds of what came before the ranks, for the node's report too."""
+        """Return the seconds of the phases before the ranks' start."""
         return {"gate_seconds": round(self.gate, 3), "stage_seconds": round(self.stage, 3)}

@@ -1,11 +1,10 @@
-"""One node of a job: learn rank and peers, check the machine, prove the network, stage the data in, run torchrun, say
-how it ended.
+"""One node of a job: it checks the machine, tests the network, stages the data, runs torchrun and reports the end.
 
     python -m litgpt_demo node --nodes 2 --node-rank 0 --processes 8 --master 10.0.0.5:29500 --run-id owt-1a2b-1 \\
         --directory /runs/owt-1a2b/attempts/1 -- train.py --steps 100
 
-Any script or module can stand behind the `--`. The exit code is that of the fault's class (litgpt_demo.errors), which
-torchrun's never is; what happened is left in `<directory>/node-<rank>.json`.
+Any script or module can follow the `--`. The exit code is that of the failure's class (litgpt_demo.errors). The report
+is `<directory>/node-<rank>.json`.
 """
 
 from __future__ import annotations
@@ -41,35 +40,35 @@ from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machin
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage.local import atomic_write_json, preallocate
 
-# What torchrun gives to each of its ranks. Of a platform's own, RANK and WORLD_SIZE count nodes and not processes.
+# Variables that torchrun sets for each rank. A platform's RANK and WORLD_SIZE may count nodes instead of processes.
 _OF_RANKS = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
 
 
 def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, str]:
-    """The environment of torchrun and its ranks: ours, and what they need to know."""
+    """Return the environment of torchrun and its ranks: the node's, and what they need to know."""
     # torchrun reads a `PET_<FLAG>` for every flag that it is not given.
-    mine = {name: environ[name] for name in environ if not name.startswith("PET_") and name not in _OF_RANKS}
-    mine.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, node.processes))))
-    mine[NODE_DIRECTORY] = str(node.own)
-    mine[GRACE] = mine[torchrun.SHUTDOWN_TIMEOUT] = str(node.grace)
-    # torchrun's tail of its ranks' output must not be held back, and says which rank of the whole job it is.
-    mine["PYTHONUNBUFFERED"] = "1"
-    if node.is_ours:  # torchrun starts it as it starts users' modules, which may lie here
-        mine["PYTHONSAFEPATH"] = "1"
-    # What each rank had begun when a collective timed out; torch 2.5 and older know the second name alone.
+    variables = {name: environ[name] for name in environ if not name.startswith("PET_") and name not in _OF_RANKS}
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, cores // max(1, node.processes))))
+    variables[NODE_DIRECTORY] = str(node.own)
+    variables[GRACE] = variables[torchrun.SHUTDOWN_TIMEOUT] = str(node.grace)
+    # torchrun prints its ranks' output at once, with the number of the rank in the job.
+    variables["PYTHONUNBUFFERED"] = "1"
+    variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
+    if node.is_ours:  # torchrun starts it as it starts users' modules, which may be in this folder
+        variables["PYTHONSAFEPATH"] = "1"
+    # The collectives that each rank had begun when one timed out. torch 2.5 and older read only the second name.
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
-        mine[name] = str(node.own / RECORDER)
-    mine["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
-    return mine
+        variables[name] = str(node.own / RECORDER)
+    return variables
 
 
 def report(
     node: Node, fault: FailureClass | None, message: str, result: TorchrunResult, *, place: int
 ) -> dict[str, Any]:
-    """Return the content of `node-<rank>.json`; of its ranks, the one that explains the others comes first."""
-    first, cause = place * node.processes, root_cause(result.failures)
+    """Return the content of `node-<rank>.json`. The root cause comes first among its ranks."""
+    first_rank, cause = place * node.processes, root_cause(result.failures)
     return {
         "node": node.node_rank,
         "host": machine_name(),
@@ -80,93 +79,106 @@ def report(
         "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [
-            {"rank": first + one.local_rank, **asdict(one), "fault": one.fault, "secondary": one.secondary}
-            for one in sorted(result.failures, key=lambda one: one is not cause)
+            {"rank": first_rank + rank.local_rank, **asdict(rank), "fault": rank.fault, "secondary": rank.secondary}
+            for rank in sorted(result.failures, key=lambda rank: rank is not cause)
         ],
-        "stopped": [first + local for local in result.stopped],
-        "traces": [asdict(one) for one in result.traces],
+        "stopped": [first_rank + local_rank for local_rank in result.stopped],
+        "traces": [asdict(trace) for trace in result.traces],
     }
 
 
-def run(node: Node, times: NodeTimer, path: Path) -> dict[str, Any]:
-    """Everything from the checks to the report, which will lie at `path`."""
-    shutdown, stack, code, place = ShutdownState(), contextlib.ExitStack(), node.own / "code", node.node_rank
+def run(node: Node, timer: NodeTimer, path: Path) -> dict[str, Any]:
+    """Do everything from the checks to the report, which will be stored at `path`; return the report."""
+    shutdown, stack = ShutdownState(), contextlib.ExitStack()
+    place = node.node_rank
     with contextlib.suppress(OSError):  # whether the directory can be written is one of the checks
         preallocate(path)
     forward_signals(shutdown, grace=node.grace)
     try:
-        found = [*check_call(node), *contradictions(node, os.environ)]
-        ranks: dict[str, str] = {}
-        if not any(finding.severity == "error" for finding in found):
-            found += pin_cpus(node.network.cpus)
-            ranks, unset = exports(node, os.environ, cores=usable_cores()), []
-            try:
-                ranks = of_network(node.network, ranks)
-            except TrainLitgptError as error:
-                unset.append(Finding.of(error, "network.environment"))
-            ranks = with_libcuda(ranks)
-            # A script of the network may have failed because of what is wrong with the machine: that comes first.
-            found += [*check_machine(node, ranks), *unset]
-        for finding in found:
+        findings, environ = _check(node)
+        for finding in findings:
             print(finding, flush=True)
-        if errors := [finding for finding in found if finding.severity == "error"]:
+        errors = [finding for finding in findings if finding.severity == "error"]
+        if errors:
             return report(node, errors[0].fault, str(errors[0]), TorchrunResult(), place=place)
         await_name(node.host)
+        code = node.own / "code"
         if node.code is not None:
             stack.enter_context(unpacked_code(node.code, code))
-            if not (script := node.program[0]).startswith("-") and not (code / script).is_file():
-                raise UserError(f"the program {script} is no file of the mounted code", fix="give its path in there")
-        ranks = with_compile_cache(ranks)
-        ranks[PLACE] = fabric_location(node.network.place, ranks)
-        with times.spent_on("gate"):
-            result = run_network_test(node, ranks, shutdown)
-        if result is not None:
-            ranks[MEASURED] = str(node.own / RESULT)
-            place = rank_order(result.places)[place]
+            script = node.program[0]
+            if not script.startswith("-") and not (code / script).is_file():
+                what = f"the program {script} is not a file of the mounted code"
+                raise UserError(what, fix="give its path within the mounted folder")
+        environ = with_compile_cache(environ)
+        environ[PLACE] = fabric_location(node.network.place, environ)
+        with timer.spent_on("gate"):
+            network_test = run_network_test(node, environ, shutdown)
+        if network_test is not None:
+            environ[MEASURED] = str(node.own / RESULT)
+            place = rank_order(network_test.places)[place]
         if node.stage:
             from litgpt_demo.data.dataset import stage
 
-            with times.spent_on("stage"):
-                first, *_ = [stage(address, node.own / "data") for address in node.stage]
-            ranks["LITGPT_DATASET"] = str(first)
-        if node.code is not None:  # the gate's ranks are ours
-            ranks[CODE] = str(code)
-        ranks[TIMES] = json.dumps(asdict(times))
-        ending = run_ranks(node, ranks, shutdown, place=place)
+            with timer.spent_on("stage"):
+                datasets = [stage(address, node.own / "data") for address in node.stage]
+            environ["LITGPT_DATASET"] = str(datasets[0])
+        if node.code is not None:  # the ranks of the network test run only our own code
+            environ[CODE] = str(code)
+        environ[TIMES] = json.dumps(asdict(timer))
+        result = run_ranks(node, environ, shutdown, place=place)
     except Exception as error:
-        # A signal can fall between torchrun's start and our hold on it.
+        # A signal can arrive after torchrun's start, before its process is in `shutdown`.
         kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)
         if not isinstance(error, TrainLitgptError):
             traceback.print_exc()
-        words = f"{type(error).__name__}: {error}"
-        return report(node, fault_of_exception(error), words, TorchrunResult(), place=node.node_rank)
+        message = f"{type(error).__name__}: {error}"
+        return report(node, fault_of_exception(error), message, TorchrunResult(), place=node.node_rank)
     finally:
         stack.close()
-    return report(node, fault_of(ending), ending.cause, ending, place=place)
+    return report(node, fault_of(result), result.cause, result, place=place)
+
+
+def _check(node: Node) -> tuple[list[Finding], dict[str, str]]:
+    """Return the findings of all checks, and the environment of the ranks, which is empty after an early error."""
+    findings = [*check_call(node), *contradictions(node, os.environ)]
+    if any(finding.severity == "error" for finding in findings):
+        return findings, {}
+    findings += pin_cpus(node.network.cpus)
+    environ = exports(node, os.environ, cores=usable_cores())
+    failed_scripts: list[Finding] = []
+    try:
+        environ = of_network(node.network, environ)
+    except TrainLitgptError as error:
+        failed_scripts.append(Finding.of(error, "network.environment"))
+    environ = with_libcuda(environ)
+    # A script of the network may have failed because of a fault of the machine, which comes first.
+    findings += [*check_machine(node, environ), *failed_scripts]
+    return findings, environ
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m litgpt_demo node`: the exit code is 0 or that of the fault's class."""
+    """Run `python -m litgpt_demo node`; the exit code is 0 or that of the failure's class."""
     from litgpt_demo.storage import open_storage
 
-    times = NodeTimer()
+    timer = NodeTimer()
     node = parse(unpack(argv, os.environ), os.environ)
-    attempt = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # its folder is called by its number
-    times.attempt = int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 0
+    folder = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # the attempt's number is its name
+    if folder.isdecimal() and len(folder) < 10:
+        timer.attempt = int(folder)
     number, path = node.node_rank, node.own.with_suffix(".json")
     with contextlib.ExitStack() as stack:
         if node.log_uri is not None and open_storage(node.log_uri).address() != str(node.directory.resolve()):
             restart = os.environ.get("LITGPT_RESTART", "")
-            life = int(restart) if restart.isdecimal() else 0
-            stack.enter_context(uploaded(node.directory, node.log_uri, number, life=life, interval=node.log_every))
+            count = int(restart) if restart.isdecimal() else 0
+            upload = uploaded(node.directory, node.log_uri, number, restart_count=count, interval=node.log_every)
+            stack.enter_context(upload)
             stack.enter_context(tee(path.with_suffix(".log")))
-        outcome = run(node, times, path)
-        outcome = Cleaner()(outcome)  # a rank may have raised an error with a secret in its text
-        outcome |= {"started": times.started, "ended": times.started + times.elapsed(), **times.phases()}
-        with contextlib.suppress(OSError):  # the findings already said that the directory cannot be written
-            atomic_write_json(path, outcome)
-        if outcome["fault"]:
-            code, fault = outcome["exit_code"], outcome["fault"]
-            print(f"node {number} ends with {code} ({fault}): {outcome['message']}", flush=True)
+        document = Cleaner()(run(node, timer, path))  # a rank may have raised an error with a secret in its text
+        document |= {"started": timer.started_at, "ended": timer.started_at + timer.elapsed(), **timer.phases()}
+        with contextlib.suppress(OSError):  # a finding already says that the directory cannot be written
+            atomic_write_json(path, document)
+        if document["fault"]:
+            code, fault = document["exit_code"], document["fault"]
+            print(f"node {number} ends with {code} ({fault}): {document['message']}", flush=True)
     shutil.rmtree(node.own / "data", ignore_errors=True)
-    return int(outcome["exit_code"])
+    return int(document["exit_code"])

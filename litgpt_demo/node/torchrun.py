@@ -20,7 +20,7 @@ from pathlib import Path
 
 from litgpt_demo.errors import FailureClass, NetworkError
 from litgpt_demo.node.code import CODE
-from litgpt_demo.node.logs import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_lines_without_room
 from litgpt_demo.secrets import is_loopback
 from litgpt_demo.storage.local import NO_ROOM, atomic_write_json
 
@@ -138,5 +138,5 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
 
 if __name__ == "__main__":
     atexit.register(gc.freeze)  # as in litgpt_demo.__main__
-    drop_what_does_not_fit()
+    drop_lines_without_room()
     sys.exit(main(sys.argv[1:]))

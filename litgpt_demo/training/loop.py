@@ -325,7 +325,7 @@ def seconds_left(run: Storage, seconds: float) -> float:
     if times is None:
         return seconds
     starts = [row["node_started"] for row in read_metrics(run) if row.get("attempt") == times.attempt]
-    return min(seconds + min(starts, default=times.started) - time(), TIMEOUT_MAX)
+    return min(seconds + min(starts, default=times.started_at) - time(), TIMEOUT_MAX)
 
 
 def scratch_of(run: Storage, rank: int) -> Path:

@@ -109,7 +109,7 @@ def test_a_mask_covers_a_token_that_comes_in_two_parts(before: int, size: int) -
         source, target, log = Path(folder, "source"), Path(folder, "target"), Path(folder, "log")
         source.write_bytes(content)
         assert Mask([]).copy(source, target, cut=False)
-        with logs.LossyLog(log, "ab", mask=Mask([])) as file:
+        with logs.BestEffortLog(log, "ab", mask=Mask([])) as file:
             for start in range(0, len(content), size):
                 file.write(content[start : start + size])
         expected = b" " * before + b"*" * len(token) + b" and on"

@@ -287,13 +287,13 @@ def test_what_the_job_left_before_its_restart_is_set_aside(directory: Path, targ
     target.write("node-0.json", b"the end of the first life")
     target.write("node-0.log", b"the first life")
     target.write("node-1.json", b"another node's")
-    with uploaded(directory, target.address(), 0, life=told):
+    with uploaded(directory, target.address(), 0, restart_count=told):
         pass
     assert target.read("restart-0/node-0.json") == b"the end of the first life"
     assert target.read("node-0.log") == b"hello\n"
     assert not target.exists("node-0.json")
     assert target.read("node-1.json") == b"another node's"
-    with uploaded(directory, target.address(), 0, life=told and 2):
+    with uploaded(directory, target.address(), 0, restart_count=told and 2):
         pass
     assert target.read("restart-1/node-0.log") == b"hello\n"
     assert target.read("restart-0/node-0.log") == b"the first life"

@@ -109,12 +109,12 @@ def test_ranks_have_their_grace_under_a_torchrun_that_knows_of_none_and_their_pe
 # The disk has room for 20 bytes, for more before the last line, and none in the end.
 FULL_FOR_A_WHILE = """
 import resource, sys
-from litgpt_demo.node.logs import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_lines_without_room
 
 def room(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-drop_what_does_not_fit()
+drop_lines_without_room()
 room(20)
 for line in ("a whole line", "one that is cut", "one that is lost"):
     print(line, flush=True)
@@ -128,13 +128,13 @@ raise SystemExit(40)
 # Others take all room of the log's disk, and again what is freed.
 FULL_BUT_FOR_WARNINGS = """
 import pathlib, shutil, sys
-from litgpt_demo.node.logs import drop_what_does_not_fit
+from litgpt_demo.node.logs import drop_lines_without_room
 
 def fill():
     with (pathlib.Path(sys.argv[1]) / "ballast").open("ab") as ballast:
         ballast.write(b"0" * shutil.disk_usage(sys.argv[1]).free)
 
-drop_what_does_not_fit()
+drop_lines_without_room()
 print("the first step", flush=True)
 for step in range(100):
     fill()
@@ -157,7 +157,7 @@ def test_a_line_is_in_the_log_whole_or_not_at_all_whatever_stream_it_comes_from(
 def test_a_terminal_that_somebody_has_locked_keeps_no_node_waiting() -> None:
     reader, terminal = os.openpty()
     fcntl.lockf(terminal, fcntl.LOCK_EX)
-    program = "from litgpt_demo.node import logs; logs.drop_what_does_not_fit(); print('hello')"
+    program = "from litgpt_demo.node import logs; logs.drop_lines_without_room(); print('hello')"
     subprocess.run([sys.executable, "-c", program], stdout=terminal, check=True)
     assert os.read(reader, 100) == b"hello\r\n"
     os.close(terminal)

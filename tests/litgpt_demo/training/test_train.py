@@ -348,7 +348,7 @@ def test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_h
 ) -> None:
     """The attempt began a minute ago, in an earlier life."""
     run = new_run("run")
-    begun = NodeTimer(attempt=3, started=time() - 10)
+    begun = NodeTimer(attempt=3, started_at=time() - 10)
     monkeypatch.setenv(TIMES, json.dumps(asdict(begun)))
     first = {"kind": "start", "step": 0, "attempt": 3, "node_started": time() - 60}
     (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")
