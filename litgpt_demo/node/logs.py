@@ -98,7 +98,7 @@ class BestEffortLog(io.FileIO):
         """Return True if the reserve is complete, or none is possible."""
         if self._reserve is None:
             return True
-        missing = _RESERVE - self._reserve.seek(0, os.SEEK_END)
+        missing: int = _RESERVE - self._reserve.seek(0, os.SEEK_END)
         try:
             written: int = self._reserve.write(b" " * missing)
         except OSError:
