@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky land check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -33,13 +33,13 @@ test-real: $(REAL:%=test-%) ## everything real that this machine can test; or on
 test-docs: $(VENV)/.installed-docs
 
 $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
-	$(BIN)/python tests/real/seen.py $*
+	$(BIN)/python tests/real/status.py $*
 
 test-flaky: $(VENV)/.installed-dev ## make test ten times in a row, five of them beside six busy loops
 	$(BIN)/python tests/flaky.py
 
-land: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
-	@$(BIN)/python tests/land.py
+ci: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
+	@$(BIN)/python tests/ci.py
 
 check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .

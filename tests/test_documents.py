@@ -76,7 +76,7 @@ def test_each_link_to_a_file_leads_somewhere() -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize("promises", ["docs/security.md", "docs/survival.md"])
+@pytest.mark.parametrize("promises", ["docs/security.md", "docs/guarantees.md"])
 def test_each_promise_names_a_test(promises: str) -> None:
     page = Path(promises).read_text(encoding="utf-8")
     rows = page.partition("| promise | shown by |\n")[2].partition("\n\n")[0].splitlines()[1:]

@@ -1,4 +1,4 @@
-"""The ratchet: how many lines each part may have. A number goes down, and up only with a reason in CHANGELOG.md."""
+"""The ratchet: how many lines each part may have. A number goes down, and up only with a reason in the commit message."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def lines(name: str, checkout: Path = CHECKOUT) -> int:
     """Return the lines of a part's tracked files, as wc -l counts them."""
     folders = {"source": SOURCE, "test data": ("tests",)}.get(name, (name,))
     listed = subprocess.run(["git", "ls-files", "-z", *folders], cwd=checkout, capture_output=True, check=True).stdout
-    files = [checkout / path.decode() for path in listed.split(b"\0") if path and not path.endswith(b"SEEN.md")]
+    files = [checkout / path.decode() for path in listed.split(b"\0") if path and not path.endswith(b"STATUS.md")]
     wanted = [path for path in files if (path.suffix == ".py") is (name != "test data") and path.is_file()]
     return sum(path.read_bytes().count(b"\n") for path in wanted)
 

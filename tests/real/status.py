@@ -1,6 +1,6 @@
 """Run the tests of one topic (a folder beside this file), and write down the commit at which they last passed.
 
-python tests/real/seen.py docker [options of pytest]
+python tests/real/status.py docker [options of pytest]
 """
 
 import re
@@ -10,7 +10,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-SEEN = Path(__file__).with_name("SEEN.md")
+STATUS = Path(__file__).with_name("STATUS.md")
 TABLE = "|---|---|---|---|---|"
 OPTIONS = ("-o", "addopts=", "-q", "-rs", "-p", "no:kmock", "--strict-markers", "--strict-config", "-n", "0")
 
@@ -27,10 +27,10 @@ def main(topic: str, *options: str) -> int:
         commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
         minutes, when = f"{(time.time() - begun) / 60:.1f}", f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
         tests = passed[1] + (passed[2] or "")
-        head, _, rows = SEEN.read_text().partition(f"{TABLE}\n")
+        head, _, rows = STATUS.read_text().partition(f"{TABLE}\n")
         others = [row for row in rows.splitlines() if not row.startswith(f"| {topic} |")]
         row = f"| {topic} | {commit.stdout.strip()} | {when} | {tests} | {minutes} |"
-        SEEN.write_text("\n".join([f"{head}{TABLE}", *sorted([*others, row])]) + "\n")
+        STATUS.write_text("\n".join([f"{head}{TABLE}", *sorted([*others, row])]) + "\n")
     return running.returncode
 
 

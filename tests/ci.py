@@ -1,6 +1,6 @@
-"""Would this commit land? Its `.ci/run` in a fresh clone, with the time of each part and the sizes against the ratchet.
+"""Runs the last commit's `.ci/run` in a fresh clone, with the time of each part and the sizes against the ratchet.
 
-make land
+make ci
 """
 
 import os

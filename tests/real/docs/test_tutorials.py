@@ -1,4 +1,4 @@
-"""The page of recipes, followed by somebody in an empty folder: its files are written and its commands typed."""
+"""The page of tutorials, followed by somebody in an empty folder: its files are written and its commands typed."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | 
 def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
     tmp_path: Path, prefect_home: Callable[[], Path]
 ) -> None:
-    page, runs = (CHECKOUT / "docs" / "recipes.md").read_text(encoding="utf-8"), tmp_path / "output" / "runs"
+    page, runs = (CHECKOUT / "docs" / "tutorials.md").read_text(encoding="utf-8"), tmp_path / "output" / "runs"
     environment = {**os.environ, "PREFECT_HOME": str(prefect_home()), "COLUMNS": "120"}
     said = dict[str, str]()
 
