@@ -20,7 +20,7 @@ def main() -> int:
     if subprocess.run(["git", "status", "--porcelain"], cwd=CHECKOUT, capture_output=True, check=True).stdout:
         print("not committed, so not in the clone: git status")
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="land-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ci-") as folder:
         clone = Path(folder) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(CHECKOUT), str(clone)], check=True)
         code = subprocess.run(

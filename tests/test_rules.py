@@ -8,7 +8,7 @@ from mutants import outdated
 
 TESTS = Path(__file__).parent
 # They wait and measure for the others, or are programs that tests start.
-OWN = {"waiting.py", "leaks.py", "land.py", "flaky.py", "mutants.py", "conftest.py"}
+OWN = {"waiting.py", "leaks.py", "ci.py", "flaky.py", "mutants.py", "conftest.py"}
 FILES = sorted(
     path for path in TESTS.rglob("*.py") if path.name not in OWN and path.relative_to(TESTS).parts[0] != "real"
 )

@@ -1,4 +1,4 @@
-"""The ratchet: how many lines each part may have. A number goes down, and up only with a reason in the commit message."""
+"""The ratchet: the lines that each part may have. A number falls; it rises only with a reason in the commit message."""
 
 from __future__ import annotations
 
