@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 UNKNOWN = "unknown"
-"""Stands where a key would, while the Hub or a bucket cannot be asked. No key reads so: keys are hexadecimal."""
+"""Replaces a key while the Hub or a bucket does not answer. No key reads so: keys are hexadecimal."""
 
 FORMAT = 2
 """Part of every dataset's key: raise it when the same inputs mean other bytes."""
@@ -93,9 +93,8 @@ class DatasetManifest(Settings):
     """The number of documents that were skipped because they were not text."""
     bad_places: tuple[str, ...] = ()
     """The places and problems of skipped documents; of very many, the first ones."""
-    home: str | None = Field(None, exclude_if=lambda home: home is None)
-    """The address of the folder that the splits' files lie in, where it is not the dataset's own: tokens that somebody
-    else made are read where they are."""
+    external_root: str | None = Field(None, exclude_if=lambda root: root is None)
+    """The folder of the splits' files if it is not the dataset's own: token files that exist are read in place."""
     mixture: Mixture | None = Field(None, exclude_if=lambda mixture: mixture is None)
     """The datasets that this one mixes: then it has no splits of its own, and the counts are those of all."""
     document_lengths: tuple[int, ...] = ()
@@ -117,8 +116,10 @@ class DatasetManifest(Settings):
         return self.train.files + self.validation.files + self.tokenizer
 
     def ingredients(self, address: str) -> list[str]:
-        """Return the addresses of the datasets that are mixed, for the manifest of `address`. A DataError where it
-        names others than it was made of: itself, or what does not lie beside it."""
+        """Return the addresses of the datasets that the one at `address` mixes.
+
+        Raises DataError if it names datasets that its key was not made of, such as itself.
+        """
         if self.mixture is None:
             return []
         names, fix = [source.dataset for source in self.mixture.sources], "remove that folder and prepare it again"
@@ -136,9 +137,14 @@ class DatasetManifest(Settings):
         return {source.dataset.rpartition("-")[2] for source in mixed} or {self.key}
 
     @property
-    def elsewhere(self) -> tuple[FileRecord, ...]:
-        """Return the files that lie in `home`."""
-        return () if self.home is None else self.train.files + self.validation.files
+    def external_files(self) -> tuple[FileRecord, ...]:
+        """Return the files in `external_root`."""
+        return () if self.external_root is None else self.train.files + self.validation.files
+
+    @property
+    def is_tokenized(self) -> bool:
+        """Return whether the corpus was token ids. Those need not close every document."""
+        return isinstance(self.corpus, dict) and "tokens" in self.corpus
 
     @property
     def documents(self) -> int:
@@ -156,7 +162,7 @@ def mixture_key(keys: Sequence[str], schedule: Sequence[tuple[float, tuple[int, 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedDataset:
-    """A dataset as its inputs decide it, before any of its bytes exist."""
+    """A dataset as its inputs decide it; it need not exist yet."""
 
     data: DataConfig
     sources: tuple[Source, ...]
@@ -179,13 +185,15 @@ class PlannedDataset:
 
     @property
     def sample_keys(self) -> set[str]:
-        """Those of the manifest."""
+        """Return those of the manifest."""
         return {part.key for part in self.parts or (self,)}
 
 
 def plan_dataset(data: DataConfig) -> PlannedDataset:
-    """Look at the sources and say which dataset they make; reads no text but what the checksums need. A UserError where
-    the corpus or the tokenizer is not there."""
+    """Return the dataset that the settings make; reads files only for their checksums.
+
+    Raises UserError if the corpus or the tokenizer does not exist.
+    """
     if data.mixture:
         parts = tuple(map(plan_dataset, data.parts))
         if len({part.key for part in parts}) < len(parts):
@@ -221,7 +229,7 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
 
 
 def preview_dataset(data: DataConfig) -> PlannedDataset:
-    """Plan the dataset as far as this machine can: under UNKNOWN where its sources cannot be asked."""
+    """Plan the dataset; its key is UNKNOWN where the Hub or a bucket does not answer."""
     try:
         return plan_dataset(data)
     except (Unreachable, NetworkError) as error:
@@ -229,7 +237,7 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
 
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
-    """Yield what is odd about the corpus and makes no error, as far as its files' names and their start tell."""
+    """Yield warnings about the corpus, from the names of its files and their first bytes."""
     if planned.skipped_paths:
         what = f"data.corpus.paths select what is not read, {len(planned.skipped_paths):,} in all: "
         what += first_few(planned.skipped_paths)
@@ -252,21 +260,21 @@ def _finished(storage: Storage) -> DatasetManifest | None:
     for address in manifest.ingredients(storage.address()):
         if _finished(open_storage(address)) is None:
             raise DataError(f"{storage.address()} mixes {address}, which is gone; delete the folder and run again")
-    there = set(storage.list())
-    if manifest.home is not None:
-        home = open_storage(manifest.home)
-        there |= {record.path for record in manifest.elsewhere if home.exists(record.path)}
-    if missing := sorted({record.path for record in manifest.files} - there):
+    present, where = set(storage.list()), ""
+    if manifest.external_root is not None:
+        external, where = open_storage(manifest.external_root), f" in {manifest.external_root}"
+        present |= {record.path for record in manifest.external_files if external.exists(record.path)}
+    missing = sorted({record.path for record in manifest.files} - present)
+    if missing:
         raise DataError(
-            f"{storage.address()} has a manifest but {', '.join(missing)} is missing"
-            f"{f' in {manifest.home}' if manifest.home else ''}; "
+            f"{storage.address()} has a manifest but {', '.join(missing)} is missing{where}; "
             "something removed them: delete the folder and run again"
         )
     return manifest
 
 
 def require_sample(tokens: int, *, length: int, where: str) -> None:
-    """A split has to hold one training sample, `length` tokens and the one that follows: else a UserError."""
+    """Raise UserError if a split has less than one training sample: `length` tokens and the one that follows."""
     if tokens <= length:
         raise UserError(
             f"{where} has {tokens} tokens, one sample of model.sequence_length={length} needs {length + 1}; "
@@ -275,24 +283,27 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
 
 
 def stage(address: str, scratch: Path, *, train: bool = True) -> Path:
-    """The dataset at `address` in a local folder with every byte verified against its manifest, which comes last.
-    Without `train`, its training split stays away."""
+    """Return the dataset at `address` in a local folder, every byte verified against its manifest, which comes last.
+
+    Without `train`, the training split is not fetched.
+    """
     storage, manifest, target = open_storage(address), open_dataset(address), scratch / address.rsplit("/", 1)[-1]
     for part in manifest.ingredients(address):
         stage(part, scratch, train=train)
-    wanted = [record for record in manifest.files if train or record not in manifest.train.files]
-    folder = fetch_verified(storage, [one for one in wanted if one not in manifest.elsewhere], lambda: target)
-    if manifest.home is not None:
-        fetch_verified(
-            open_storage(manifest.home), [one for one in wanted if one in manifest.elsewhere], lambda: target
-        )
-    if storage.local_path() is None:  # what came from several places lies together now
-        write_manifest(open_storage(str(folder)), manifest.model_copy(update={"home": None}))
+    own, external = list[FileRecord](), list[FileRecord]()
+    for record in manifest.files:
+        if train or record not in manifest.train.files:
+            (external if record in manifest.external_files else own).append(record)
+    folder = fetch_verified(storage, own, lambda: target)
+    if manifest.external_root is not None:
+        fetch_verified(open_storage(manifest.external_root), external, lambda: target)
+    if storage.local_path() is None:  # all files are in one folder now
+        write_manifest(open_storage(str(folder)), manifest.model_copy(update={"external_root": None}))
     return folder
 
 
 def open_dataset(address: str) -> DatasetManifest:
-    """The manifest of the finished dataset at `address`; a DataError where there is none."""
+    """Return the manifest of the finished dataset at `address`; a DataError where there is none."""
     manifest = read_manifest(open_storage(address), DatasetManifest)
     if manifest is None:
         raise DataError(f"{address} has no manifest, so it is not a finished dataset; run `train-litgpt prepare` first")
@@ -307,127 +318,143 @@ class TokenDataset:
     """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
     length: int
     key: str = ""
-    """The dataset's, by which with a run's seed its samples have their order."""
+    """The dataset's key, which with a run's seed decides the order of the samples."""
 
     def __len__(self) -> int:
         return max(0, (sum(map(len, self.files)) - 1) // self.length)
 
-    def read(self, numbers: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Inputs and targets, each of shape (len(numbers), length)."""
+    def read(self, sample_ids: npt.NDArray[np.uint64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return inputs and targets, each of shape (len(sample_ids), length)."""
         import numpy as np
 
-        at = numbers.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
+        indices = sample_ids.astype(np.int64)[:, None] * self.length + np.arange(self.length + 1)
         if len(self.files) == 1:
-            tokens = self.files[0][at].astype(np.int64)
-        else:
-            tokens, ends = np.empty_like(at), np.cumsum([len(file) for file in self.files])
-            which = np.searchsorted(ends, at, side="right")
-            for number in np.unique(which):
-                here = which == number
-                tokens[here] = self.files[number][at[here] - (ends[number] - len(self.files[number]))]
+            tokens = self.files[0][indices].astype(np.int64)
+            return tokens[:, :-1], tokens[:, 1:]
+        tokens, ends = np.empty_like(indices), np.cumsum([len(file) for file in self.files])
+        files = np.searchsorted(ends, indices, side="right")
+        for number in np.unique(files):
+            selected, start = files == number, ends[number] - len(self.files[number])
+            tokens[selected] = self.files[number][indices[selected] - start]
         return tokens[:, :-1], tokens[:, 1:]
 
 
 def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length: int) -> TokenDataset:
-    """A split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one window."""
+    """Return a split of the dataset in `folder`, memory-mapped; a UserError where it is shorter than one sample."""
     import numpy as np
 
-    if manifest.home is not None and is_remote(manifest.home):
-        what = f"{folder} is read where it lies, and its tokens lie in {manifest.home}"
+    root = manifest.external_root or ""
+    if is_remote(root):
+        what = f"{folder} is read in place, but its token files are in {root}, which cannot be memory-mapped"
         raise UserError(what, fix="set platform.stage to copy")
-    paths = [folder / (manifest.home or "") / record.path for record in split.files]
+    paths = [folder / root / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
     files = [np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths]
     return TokenDataset(files=files, length=length, key=manifest.key)
 
 
-class Content(NamedTuple):
-    """What a file of a dataset holds; of the ids in it the largest, the number of end-of-text, and the last."""
+class FileScan(NamedTuple):
+    """The content of a file of a dataset."""
 
     record: FileRecord
-    largest: int
-    ends: int
-    last: int
-    head: bytes
+    largest_id: int = -1
+    ends: int = 0
+    """The number of end-of-text ids."""
+    last_id: int = -1
+    head: bytes = b""
     """The first of its bytes."""
-    used: tuple[int, ...]
+    nonzero: tuple[int, ...] = (0, 0, 0, 0)
     """Of every four ids in a row, how many are not 0: the first ones, the second ones, and so on."""
 
 
-def verify_dataset(address: str) -> DatasetManifest:
-    """The manifest of the dataset at `address`, once compared with files, sizes, checksums, counts, ids, and ends of
-    documents. A DataError has each problem on a line.
+def scan_file(manifest: DatasetManifest, storage: Storage, record: FileRecord) -> FileScan | None:
+    """Return everything about the file from one reading; None if there is no such file."""
+    import numpy as np
 
-    Reads each byte once, in 64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
-    Counts and ids are looked at because the manifest itself may be wrong, which checksums cannot show.
+    scan, size, crc32c, hashed = FileScan(record), 0, 0, sha256()
+    nonzero, has_ids = np.zeros(4, dtype=np.int64), record not in manifest.tokenizer
+    with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
+        path = storage.local_path(record.path)
+        if path is None:
+            path = Path(folder, "file")
+            storage.download(record.path, path)
+        elif not path.is_file():  # absent, a folder, or a link that leads nowhere or to itself
+            return None
+        with translate_os_errors(str(path)), path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                if not size:
+                    scan = scan._replace(head=block[:_HEAD])
+                size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
+                if record.sha256 is not None:
+                    hashed.update(block)
+                if has_ids and len(block) % np.dtype(manifest.dtype).itemsize == 0:
+                    ids = np.frombuffer(block, dtype=manifest.dtype)
+                    nonzero += [np.count_nonzero(ids[: len(ids) // 4 * 4][place::4]) for place in range(4)]
+                    scan = scan._replace(
+                        largest_id=max(scan.largest_id, int(ids.max())),
+                        last_id=int(ids[-1]),
+                        ends=scan.ends + int(np.count_nonzero(ids == manifest.end_of_text)),
+                    )
+        digest = None if record.sha256 is None else hashed.hexdigest()
+        found = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
+        return scan._replace(record=found, nonzero=tuple(nonzero.tolist()))
+    return None
+
+
+def verify_dataset(address: str) -> DatasetManifest:
+    """Return the manifest of the dataset at `address` after comparing it with the files.
+
+    Compares files, sizes, checksums, counts, ids, and ends of documents; a DataError has each problem on a line. Counts
+    and ids are compared because the manifest itself may be wrong, which checksums cannot show. Reads each byte once, in
+    64 MiB of memory. A bucket's files are fetched one by one into the temporary folder.
     """
-    manifest, storage, problems = open_dataset(address), open_storage(address), list[str]()
+    manifest, storage = open_dataset(address), open_storage(address)
     for part in manifest.ingredients(storage.address()):
         verify_dataset(part)
+    external = open_storage(manifest.external_root or address)
+    storages = [external if record in manifest.external_files else storage for record in manifest.files]
     with ThreadPoolExecutor(_READERS) as pool:
-        home = open_storage(manifest.home or address)
-        places = [home if record in manifest.elsewhere else storage for record in manifest.files]
-        contents = pool.map(partial(content_of, manifest), places, manifest.files)
-        found = {record.path: content for record, content in zip(manifest.files, contents, strict=True) if content}
+        scans = list(pool.map(partial(scan_file, manifest), storages, manifest.files))
+    by_path = {scan.record.path: scan for scan in scans if scan}
+    problems = list[str]()
     if manifest.format != FORMAT:
         problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
     for record in manifest.files:
-        if (here := found.get(record.path)) is None:
-            problems.append(f"{storage.address(record.path)} is missing or not a file")
-            continue
-        for name in ("size", "crc32c", "sha256"):
-            if (is_now := getattr(here.record, name)) != (said := getattr(record, name)):
-                problems.append(f"{record.path} has {name} {is_now}, its manifest says {said}")
-    own = () if manifest.mixture else (("train", manifest.train), ("validation", manifest.validation))
-    for name, split in own:
-        of_split = [found[record.path] for record in split.files if record.path in found]
-        tokens = sum(content.record.size for content in of_split) // int(manifest.dtype[-1])  # bytes of an id
-        if tokens != split.tokens:
-            problems.append(f"{name} holds {tokens} tokens, its manifest says {split.tokens}")
-        if (ends := sum(content.ends for content in of_split)) != split.documents:
-            closes = f"{name} closes {ends} documents with id {manifest.end_of_text}"
-            problems.append(f"{closes}, its manifest says {split.documents}")
-        for record, largest, _, last, *_ in of_split:
-            if largest >= manifest.vocab_size:
-                most = manifest.vocab_size - 1
-                problems.append(f"{record.path} holds the id {largest}, the vocabulary ends at {most}")
-            # Ids from elsewhere need not close every document, and of several files only the last one ends with one.
-            made_here = not (isinstance(manifest.corpus, dict) and "tokens" in manifest.corpus)
-            is_last = record.path == split.files[-1].path
-            if record.size and last != manifest.end_of_text and made_here and is_last:
-                problems.append(f"{record.path} ends in the middle of a document: its last id is {last}")
-    strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
+        problems += _problems_of_file(storage, record, by_path.get(record.path))
+    if manifest.mixture is None:
+        for name, split in (("train", manifest.train), ("validation", manifest.validation)):
+            of_split = [by_path[record.path] for record in split.files if record.path in by_path]
+            problems += _problems_of_split(manifest, name, split, of_split)
     fix = "remove that folder and prepare it again" if problems else "remove the files that it does not list"
+    strays = sorted(set(storage.list()) - {record.path for record in manifest.files} - {MANIFEST})
     problems += [f"{storage.address(path)} is not in the manifest" for path in strays]
     if problems:
         raise DataError("\n✗ ".join([f"{address} is not what its manifest says", *problems]), fix=fix)
     return manifest
 
 
-def content_of(manifest: DatasetManifest, storage: Storage, record: FileRecord) -> Content | None:
-    """Everything about the file in one reading; None if there is no such file."""
-    import numpy as np
+def _problems_of_file(storage: Storage, record: FileRecord, scan: FileScan | None) -> Iterator[str]:
+    if scan is None:
+        yield f"{storage.address(record.path)} is missing or not a file"
+        return
+    for name in ("size", "crc32c", "sha256"):
+        found, expected = getattr(scan.record, name), getattr(record, name)
+        if found != expected:
+            yield f"{record.path} has {name} {found}, its manifest says {expected}"
 
-    size, crc32c, hashed, largest, ends, last, head = 0, 0, sha256(), -1, 0, -1, b""
-    used = np.zeros(4, dtype=np.int64)
-    with suppress(FileNotFoundError), tempfile.TemporaryDirectory() as folder:
-        if (path := storage.local_path(record.path)) is None:
-            path = Path(folder, "file")
-            storage.download(record.path, path)
-        elif not path.is_file():  # not there, a folder, or a link that leads nowhere or to itself
-            return None
-        with translate_os_errors(str(path)), path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                head = head or block[:_HEAD]
-                size, crc32c = size + len(block), google_crc32c.extend(crc32c, block)
-                if record.sha256 is not None:
-                    hashed.update(block)
-                if record not in manifest.tokenizer and len(block) % np.dtype(manifest.dtype).itemsize == 0:
-                    ids = np.frombuffer(block, dtype=manifest.dtype)
-                    largest, last = max(largest, int(ids.max())), int(ids[-1])
-                    ends += int(np.count_nonzero(ids == manifest.end_of_text))
-                    used += [np.count_nonzero(ids[: len(ids) // 4 * 4][place::4]) for place in range(4)]
-        digest = None if record.sha256 is None else hashed.hexdigest()
-        now = FileRecord(path=record.path, size=size, crc32c=f"{crc32c:08x}", sha256=digest)
-        return Content(now, largest, ends, last, head, tuple(used.tolist()))
-    return None
+
+def _problems_of_split(manifest: DatasetManifest, name: str, split: Split, scans: Sequence[FileScan]) -> Iterator[str]:
+    tokens = sum(scan.record.size for scan in scans) // int(manifest.dtype[-1])  # bytes of an id
+    if tokens != split.tokens:
+        yield f"{name} holds {tokens} tokens, its manifest says {split.tokens}"
+    ends = sum(scan.ends for scan in scans)
+    if ends != split.documents:
+        yield f"{name} closes {ends} documents with id {manifest.end_of_text}, its manifest says {split.documents}"
+    for scan in scans:
+        path = scan.record.path
+        if scan.largest_id >= manifest.vocab_size:
+            yield f"{path} holds the id {scan.largest_id}, the vocabulary ends at {manifest.vocab_size - 1}"
+        # Only the last of several files ends with a document.
+        is_last = path == split.files[-1].path
+        if is_last and scan.record.size and scan.last_id != manifest.end_of_text and not manifest.is_tokenized:
+            yield f"{path} ends in the middle of a document: its last id is {scan.last_id}"

@@ -1,12 +1,12 @@
 """Preparing a dataset: documents in, token files out, by many workers, and again after whatever killed them.
 
-    tokenizer  trained on the start of the corpus, where none is given
+    tokenizer  trained on the start of the corpus, unless one is given
     survey     each shard of the corpus: which documents stay, and how many
     encode     each shard: its training and its validation documents as two pieces of tokens
     publish    the pieces joined, checked and described by the manifest
 
-What a worker makes is stored in the dataset's own folder, each with a record that is written last. A second run
-believes the records and does the rest. Workers may be threads, processes or other machines.
+The results of workers are stored in the dataset's own folder, each with a record that is written last. A second run
+trusts the records and does the rest. Workers may be threads, processes or other machines.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import math
 import os
 import shutil
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
@@ -65,7 +64,7 @@ _BLOCK = 1 << 20
 class MapSteps(Protocol):
     """A way to carry out steps: `step` on every item, in any place and order; results in the order of the items.
 
-    Closing the generator calls off what has not begun.
+    Closing the generator cancels the steps that have not begun.
     """
 
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]: ...
@@ -85,13 +84,11 @@ class Preparation:
     tokens: int = 0
     began: float = field(default_factory=monotonic)
 
-    def and_of(self, record: ShardStats | EncodeResult) -> Preparation:
-        """The progress when this shard is done too."""
-        tokens = record.train.tokens + record.validation.tokens if isinstance(record, EncodeResult) else 0
+    def plus(self, *, documents: int, text_bytes: int, tokens: int = 0) -> Preparation:
         return replace(
             self,
-            documents=self.documents + record.documents,
-            text_bytes=self.text_bytes + record.text_bytes,
+            documents=self.documents + documents,
+            text_bytes=self.text_bytes + text_bytes,
             tokens=self.tokens + tokens,
         )
 
@@ -116,11 +113,11 @@ def threads_for(root: str) -> int:
 
 
 def in_threads(workers: int) -> MapSteps:
-    """Steps in threads of this process."""
+    """Return the way to carry out steps in threads of this process."""
 
     def map_steps(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with ThreadPoolExecutor(workers) as pool:
-            yield from pool.map(step, items)  # which calls off the rest when it is closed
+            yield from pool.map(step, items)  # closing it cancels the rest
 
     return map_steps
 
@@ -128,352 +125,436 @@ def in_threads(workers: int) -> MapSteps:
 def prepare(
     planned: PlannedDataset, root: Storage, *, map_steps: MapSteps | None = None, report: Report = lambda progress: None
 ) -> DatasetManifest:
-    """Make the dataset, or find it done. Killed at any moment, it leaves nothing that looks finished, and goes on.
+    """Make the dataset, or return the manifest of the finished one. Killed at any moment, it can be called again.
 
     `map_steps` carries out the steps; by default as many threads as `threads_for` says. A corpus that is empty, too
-    small or not what it says it is is a DataError; settings that do not fit, a UserError.
+    small or not what it claims to be is a DataError; settings that do not fit are a UserError.
     """
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
-    work = PrepContext(data=planned.data, root=root.root, path=planned.path)
+    context = PrepContext(data=planned.data, root=root.root, path=planned.path)
     try:
-        if (done := dataset.finished_dataset(root, planned)) is None:
-            try:
-                make = _prepared
-                if planned.parts:
-                    make = _mixed
-                elif planned.data.corpus.is_tokenized:
-                    make = _counted
-                done = make(planned, work, map_steps or in_threads(threads_for(root.root)), report)
-                write_manifest(work.storage, done)
-            except (TrainLitgptError, OSError):
-                # Another preparation of it may have ended meanwhile, and swept what this one had begun.
-                if (done := dataset.finished_dataset(root, planned)) is None:
-                    raise
-        # What the making of it has left:
-        for name in {name.partition("/")[0] if name.startswith(f"{SHARDS}/") else name for name in work.storage.list()}:
-            if name != MANIFEST and name not in {record.path for record in done.files}:
-                work.storage.remove(name)
-        work.storage.remove_unfinished()
-        shutil.rmtree(work.scratch, ignore_errors=True)
-        return done
+        manifest = dataset.finished_dataset(root, planned)
+        if manifest is None:
+            manifest = _make(planned, root, context, map_steps or in_threads(threads_for(root.root)), report)
+        files = {MANIFEST, *(record.path for record in manifest.files)}
+        unfinished = [path for path in context.storage.list() if path not in files]
+        for name in {SHARDS if path.startswith(f"{SHARDS}/") else path for path in unfinished}:
+            context.storage.remove(name)
+        context.storage.remove_unfinished()
+        shutil.rmtree(context.scratch, ignore_errors=True)
+        return manifest
     finally:
-        # Not the user's part of the temporary folder, which others are at.
-        for folder in (work.scratch,) if is_remote(root.root) else (work.scratch, work.scratch.parent):
+        folders = [context.scratch]
+        if not is_remote(root.root):  # else it is the user's part of the temporary folder, which others use too
+            folders.append(context.scratch.parent)
+        for folder in folders:
             with suppress(OSError):
                 folder.rmdir()
 
 
-def _prepared(planned: PlannedDataset, work: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
-    sampled = partial(Preparation, phase="tokenizer")
-    tokenizer = workers.load_or_train_tokenizer(
-        planned, work, lambda count, size: report(sampled(documents=count, text_bytes=size))
-    )
-    for by_footer in (True, False):
-        surveyed = _survey_all(planned, work, partial(workers.survey, work, by_footer=by_footer), map_steps, report)
-        encoded, hashing, files = list[EncodeResult](), list[Future[None]](), _Files(list)
-        width = np.dtype(tokenizer[0].dtype).itemsize
-        most = max(1, work.data.max_file_bytes // width) * width
-        progress = Preparation(phase="encode", all_bytes=sum(record.text_bytes for _, record in surveyed))
-        with ExitStack() as stack:
-            shared = work
-            if work.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
-                folder = TemporaryDirectory(dir=work.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
-                shared = replace(work, local_pieces_dir=Path(stack.enter_context(folder)))
-            thread = ThreadPoolExecutor(1)
-            stack.callback(thread.shutdown, cancel_futures=True)
-            step = partial(workers.encode, shared)
-            for record in stack.enter_context(closing(map_steps(step, _assignments(work, surveyed)))):
-                if record is None:
-                    break  # there are empty documents, so that all of them have to be read to be counted
-                assert record.number == len(encoded), "results come in the order of the items"
-                report(progress := progress.and_of(record))
-                encoded.append(record)
-                hashing.append(thread.submit(_hash, shared, record, files, most))
-            else:
-                report(Preparation(phase="publish"))
-                for done in hashing:
-                    done.result()
-                break
-    else:
-        raise AssertionError("every document was read and counted, and there are others")
-    data, surveys = planned.data, [record for _, record in surveyed]
-    dropped = sum((Counter(record.dropped) for record in surveys), Counter[str]())
+def _make(
+    planned: PlannedDataset, root: Storage, context: PrepContext, map_steps: MapSteps, report: Report
+) -> DatasetManifest:
+    make = _tokenize
+    if planned.parts:
+        make = _mix
+    elif planned.data.corpus.is_tokenized:
+        make = _count_tokens
+    try:
+        manifest = make(planned, context, map_steps, report)
+        write_manifest(context.storage, manifest)
+    except (TrainLitgptError, OSError):
+        # Another preparation of it may have ended meanwhile, and removed what this one had begun.
+        finished = dataset.finished_dataset(root, planned)
+        if finished is None:
+            raise
+        return finished
+    return manifest
+
+
+def _tokenize(planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
+    def report_sample(documents: int, text_bytes: int) -> None:
+        report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
+
+    tokenizer = workers.load_or_train_tokenizer(planned, context, report_sample)
+    surveyed = _survey_all(planned, context, map_steps, report, by_footer=True)
+    encoded = _encode_all(context, tokenizer, surveyed, map_steps, report)
+    if encoded is None:  # the footers counted empty documents too: read all, to count the others
+        surveyed = _survey_all(planned, context, map_steps, report, by_footer=False)
+        encoded = _encode_all(context, tokenizer, surveyed, map_steps, report)
+    assert encoded is not None, "every document was read and counted"
+    results, train, validation = encoded
+    data, surveys = planned.data, [stats for _, stats in surveyed]
+    dropped = sum((Counter(stats.dropped) for stats in surveys), Counter[str]())
     if data.filters.drop_duplicates:
-        dropped["duplicate"] = sum(record.documents for record in surveys) - sum(entry.documents for entry in encoded)
+        dropped["duplicate"] = sum(stats.documents for stats in surveys) - sum(result.documents for result in results)
     manifest = _manifest(
         planned,
         tokenizer,
         corpus=kind_of(data.corpus).identity(planned.sources),
         dropped=dict(sorted((+dropped).items())),
-        bad_documents=sum(record.bad for record in surveys),
-        bad_places=tuple(place for record in surveys for place in record.bad_places)[: workers.PLACES],
-        document_lengths=tuple(np.trim_zeros(np.sum([entry.lengths for entry in encoded], axis=0), "b").tolist()),
-        text_bytes=sum(entry.text_bytes for entry in encoded),
-        train=_joined(work, "train", [entry.train for entry in encoded], files),
-        validation=_joined(work, "val", [entry.validation for entry in encoded], files),
+        bad_documents=sum(stats.bad for stats in surveys),
+        bad_places=tuple(place for stats in surveys for place in stats.bad_places)[: workers.PLACES],
+        document_lengths=tuple(np.trim_zeros(np.sum([result.lengths for result in results], axis=0), "b").tolist()),
+        text_bytes=sum(result.text_bytes for result in results),
+        train=_join(context, "train", [result.train for result in results], train),
+        validation=_join(context, "val", [result.validation for result in results], validation),
     )
     check_totals(planned, manifest)
     return manifest
 
 
 def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -> DatasetManifest:
-    (of_tokenizer, files), nothing = tokenizer, Split(documents=0, tokens=0, files=())
-    known: dict[str, Any] = {
+    files, records = tokenizer
+    nothing = Split(documents=0, tokens=0, files=())
+    fields: dict[str, Any] = {
         "format": dataset.FORMAT,
         "name": planned.name,
         "key": planned.key,
-        **{name: getattr(planned.data, name) for name in ("filters", "validation_fraction", "split_seed")},
-        **{name: getattr(of_tokenizer, name) for name in ("vocab_size", "end_of_text", "dtype")},
-        "tokenizer_hash": of_tokenizer.hash,
-        "tokenizer": files,
+        "filters": planned.data.filters,
+        "validation_fraction": planned.data.validation_fraction,
+        "split_seed": planned.data.split_seed,
+        "vocab_size": files.vocab_size,
+        "end_of_text": files.end_of_text,
+        "dtype": files.dtype,
+        "tokenizer_hash": files.hash,
+        "tokenizer": records,
         "train": nothing,
         "validation": nothing,
     }
-    return DatasetManifest(**known | own)
+    return DatasetManifest(**fields | own)
 
 
-def _total(splits: Sequence[Split], *, files: bool = False) -> Split:
-    found = tuple(file for split in splits for file in split.files if files)
-    return Split(documents=sum(one.documents for one in splits), tokens=sum(one.tokens for one in splits), files=found)
-
-
-def _mixed(planned: PlannedDataset, work: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
-    made = [prepare(part, open_storage(work.root), map_steps=map_steps, report=report) for part in planned.parts]
-    sources = list[Ingredient]()
-    for source, one in zip(planned.data.mixture, made, strict=True):
-        sizes = {"train": one.train.tokens, "validation": one.validation.tokens, "text_bytes": one.text_bytes}
-        sources.append(Ingredient(name=source.label, dataset=f"{one.name}-{one.key}", **sizes))
-    if (tokenizer := planned.tokenizer) is not None and tokenizer.prefix:
-        prefixed = tokenizer.with_prefix()
-        if {dataset.tokenizer_hash for dataset in made} == {prefixed.hash}:
-            planned = replace(planned, tokenizer=prefixed)
-    return _manifest(
-        planned,
-        workers.load_or_train_tokenizer(planned, work, lambda *_: None),
-        corpus={source.name: one.corpus for source, one in zip(sources, made, strict=True)},
-        mixture=Mixture(sources=tuple(sources), schedule=planned.data.schedule),
-        # Of all or of none: a sum of some would make the text look shorter than it is.
-        text_bytes=sum(one.text_bytes for one in made) if all(one.text_bytes for one in made) else 0,
-        train=_total([one.train for one in made]),
-        validation=_total([one.validation for one in made]),
+def _total(splits: Sequence[Split]) -> Split:
+    """Return the counts of all the splits, and no files."""
+    return Split(
+        documents=sum(split.documents for split in splits), tokens=sum(split.tokens for split in splits), files=()
     )
 
 
-def _counted(planned: PlannedDataset, work: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
-    """Read files of ids once, to count and to check them. Nodes read them where they lie; they are copied only into or
-    out of a bucket, for what is in a folder of this machine no node elsewhere can read."""
-    corpus = planned.data.corpus
-    assert isinstance(corpus, TokensCorpus)
-    home, listed = token_folder(corpus), kind_of(corpus).identity(planned.sources)
-    elsewhere = {} if is_remote(home) != is_remote(work.root) else {"home": home}
-    dtype = {} if corpus.dtype is None else {"dtype": {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]}
-    known, tokenizer = {"corpus": listed, **elsewhere, **dtype}, planned.tokenizer
+def _mix(planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report) -> DatasetManifest:
+    manifests, sources = list[DatasetManifest](), list[Ingredient]()
+    for part, source in zip(planned.parts, planned.data.mixture, strict=True):
+        manifest = prepare(part, open_storage(context.root), map_steps=map_steps, report=report)
+        manifests.append(manifest)
+        sources.append(
+            Ingredient(
+                name=source.label,
+                dataset=f"{manifest.name}-{manifest.key}",
+                train=manifest.train.tokens,
+                validation=manifest.validation.tokens,
+                text_bytes=manifest.text_bytes,
+            )
+        )
+    tokenizer = planned.tokenizer
     assert tokenizer is not None, "DataConfig requires one that exists"
-    step = partial(_count, work, _manifest(planned, (tokenizer, ()), **known), tokenizer.prefix)
+    if tokenizer.prefix:
+        prefixed = tokenizer.with_prefix()
+        if {manifest.tokenizer_hash for manifest in manifests} == {prefixed.hash}:
+            tokenizer = prefixed
+    sizes = [manifest.text_bytes for manifest in manifests]
+    return _manifest(
+        planned,
+        workers.store_tokenizer(context, tokenizer),
+        corpus={source.name: manifest.corpus for source, manifest in zip(sources, manifests, strict=True)},
+        mixture=Mixture(sources=tuple(sources), schedule=planned.data.schedule),
+        # 0, which is unknown, if one is: the sum of the others would make the text look shorter than it is.
+        text_bytes=sum(sizes) if all(sizes) else 0,
+        train=_total([manifest.train for manifest in manifests]),
+        validation=_total([manifest.validation for manifest in manifests]),
+    )
+
+
+def _count_tokens(
+    planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report
+) -> DatasetManifest:
+    """Read files of token ids once, to count and to check them.
+
+    Nodes read the files in place. They are copied if either they or the root are in a bucket and the other is not: no
+    other machine can read a folder of this one.
+    """
+    corpus, tokenizer = planned.data.corpus, planned.tokenizer
+    assert isinstance(corpus, TokensCorpus)
+    assert tokenizer is not None, "DataConfig requires one that exists"
+    folder = token_folder(corpus)
+    is_copied = is_remote(folder) != is_remote(context.root)
+    fields: dict[str, Any] = {"corpus": kind_of(corpus).identity(planned.sources)}
+    if not is_copied:
+        fields["external_root"] = folder
+    if corpus.dtype is not None:
+        fields["dtype"] = {"uint16": "<u2", "uint32": "<u4"}[corpus.dtype]
+    step = partial(_count_file, context, _manifest(planned, (tokenizer, ()), **fields), tokenizer.prefix)
     progress = Preparation(phase="count", all_bytes=sum(source.size for source in planned.sources))
-    splits: dict[bool, list[Split]] = {True: [], False: []}
+    train, validation = list[Split](), list[Split]()
     for source, (split, is_prefixed) in zip(planned.sources, map_steps(step, planned.sources), strict=True):
-        splits[held := selects(source.name, corpus.validation)].append(split)
-        if is_prefixed and held and len(splits[True]) == 1:
-            tokenizer = tokenizer.with_prefix()
-        progress = replace(
-            progress, documents=progress.documents + split.documents, tokens=progress.tokens + split.tokens,
-            text_bytes=progress.text_bytes + source.size,
-        )  # fmt: skip
+        if selects(source.name, corpus.validation):
+            if is_prefixed and not validation:
+                tokenizer = tokenizer.with_prefix()
+            validation.append(split)
+        else:
+            train.append(split)
+        progress = progress.plus(documents=split.documents, text_bytes=source.size, tokens=split.tokens)
         report(progress)
-    if not elsewhere:  # nothing is copied before all of it is known to be well
-        list(map_steps(partial(_copy, work), planned.sources))
-    train, validation = (_total(splits[held], files=True) for held in (False, True))
-    stored = workers.load_or_train_tokenizer(replace(planned, tokenizer=tokenizer), work, lambda *_: None)
-    return _manifest(planned, stored, train=train, validation=validation, **known)
+    if is_copied:  # after all of them were checked
+        list(map_steps(partial(_copy_file, context), planned.sources))
+    for name, splits in (("train", train), ("validation", validation)):
+        files = tuple(file for split in splits for file in split.files)
+        fields[name] = _total(splits).model_copy(update={"files": files})
+    return _manifest(planned, workers.store_tokenizer(context, tokenizer), **fields)
 
 
-def _copy(work: PrepContext, source: Source) -> None:
-    with local_copy(source, work.make_scratch()) as path:
-        work.storage.upload(path, source.name)
+def _copy_file(context: PrepContext, source: Source) -> None:
+    with local_copy(source, context.make_scratch()) as path:
+        context.storage.upload(path, source.name)
 
 
-def _count(work: PrepContext, manifest: DatasetManifest, prefix: Sequence[int], source: Source) -> tuple[Split, bool]:
-    """Return what the file holds, and whether it begins as the tokenizer's texts do, with its prefix."""
-    width, where = np.dtype(manifest.dtype).itemsize, source.address
+def _count_file(
+    context: PrepContext, manifest: DatasetManifest, prefix: Sequence[int], source: Source
+) -> tuple[Split, bool]:
+    """Return the file as a split, and whether it begins with the tokenizer's prefix, as its texts do."""
+    width, address = np.dtype(manifest.dtype).itemsize, source.address
     record = FileRecord(path=source.name, size=source.size, crc32c=source.version.removeprefix("crc32c:"), sha256="")
-    if (home := manifest.home) is not None:
-        found = dataset.content_of(manifest, open_storage(home), record)
+    if manifest.external_root is not None:
+        scan = dataset.scan_file(manifest, open_storage(manifest.external_root), record)
     else:
-        with local_copy(source, work.make_scratch()) as path:
+        with local_copy(source, context.make_scratch()) as path:
             copy = record.model_copy(update={"path": path.name})
-            found = dataset.content_of(manifest, open_storage(str(path.parent)), copy)
-    if found is None or (found.record.size, found.record.crc32c) != (record.size, record.crc32c):
-        raise DataError(f"{where} has changed since it was listed; run again to list it anew")
-    refuse_lfs_pointer(found.head, where)
-    if (kind := detect_wrong_ids(found.head, record.size)) is not None:
-        raise UserError(f"{where} is {kind}", fix="give flat little-endian ids, as nanoGPT's train.bin")
+            scan = dataset.scan_file(manifest, open_storage(str(path.parent)), copy)
+    if scan is None or (scan.record.size, scan.record.crc32c) != (record.size, record.crc32c):
+        raise DataError(f"{address} has changed since it was listed; run again to list it anew")
+    refuse_lfs_pointer(scan.head, address)
+    wrong_format = detect_wrong_ids(scan.head, record.size)
+    if wrong_format is not None:
+        raise UserError(f"{address} is {wrong_format}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
-        raise UserError(f"{where} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
-    halves = found.used[0] + found.used[2], found.used[1] + found.used[3]
-    if 2 * min(halves) < max(halves):  # anywhere in it, whatever it begins with
-        wide = width * (4 if 2 * sum(found.used) < 3 * max(found.used) else 2)
-        fix = "data.corpus.dtype=uint32" if wide == 4 else "write them as uint32: numpy's ids.astype('<u4').tofile(…)"
-        raise UserError(f"{where} looks like ids of {wide} bytes: most of every other one of {width} are 0", fix=fix)
-    if found.largest >= manifest.vocab_size:
-        what = f"{where} holds the id {found.largest}, and the last of the tokenizer is {manifest.vocab_size - 1}"
+        raise UserError(f"{address} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
+    _require_width(scan, width, address)
+    if scan.largest_id >= manifest.vocab_size:
+        what = f"{address} holds the id {scan.largest_id}, and the last of the tokenizer is {manifest.vocab_size - 1}"
         raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
-    record = found.record.model_copy(update={"path": source.name})
-    is_prefixed = bool(prefix) and found.head.startswith(np.array(prefix, manifest.dtype).tobytes())
-    return Split(documents=found.ends, tokens=record.size // width, files=(record,)), is_prefixed
+    record = scan.record.model_copy(update={"path": source.name})
+    is_prefixed = bool(prefix) and scan.head.startswith(np.array(prefix, manifest.dtype).tobytes())
+    return Split(documents=scan.ends, tokens=record.size // width, files=(record,)), is_prefixed
+
+
+def _require_width(scan: dataset.FileScan, width: int, address: str) -> None:
+    """Raise UserError if most of every other id are 0 anywhere in the file: then an id has more bytes."""
+    even, odd = scan.nonzero[0] + scan.nonzero[2], scan.nonzero[1] + scan.nonzero[3]
+    if 2 * min(even, odd) >= max(even, odd):
+        return
+    found = 2 * width
+    if 2 * sum(scan.nonzero) < 3 * max(scan.nonzero):
+        found = 4 * width
+    fix = "write them as uint32: numpy's ids.astype('<u4').tofile(…)"
+    if found == 4:
+        fix = "data.corpus.dtype=uint32"
+    raise UserError(f"{address} looks like ids of {found} bytes: most of every other one of {width} are 0", fix=fix)
 
 
 def _survey_all(
-    planned: PlannedDataset, work: PrepContext, step: Callable[[Shard], ShardStats], map_steps: MapSteps, report: Report
+    planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report, *, by_footer: bool
 ) -> Surveyed:
-    """Every shard that the dataset takes, with its survey; the last one cut where `max_bytes` is reached."""
-    shards, progress = plan_shards(work.data.corpus, planned.sources), Preparation(phase="survey")
-    most, taken = work.data.corpus.max_bytes, Surveyed()
-    left, width = (math.inf, len(shards)) if most is None else (most, 1)
+    """Return the shards that the dataset takes, with their surveys; the last is cut where `max_bytes` is reached."""
+    step, progress = partial(workers.survey, context, by_footer=by_footer), Preparation(phase="survey")
+    shards, max_bytes = plan_shards(context.data.corpus, planned.sources), context.data.corpus.max_bytes
 
-    def surveys(chosen: Sequence[Shard]) -> Surveyed:
+    def survey(wave: Sequence[Shard]) -> Surveyed:
         nonlocal progress
-        found = Surveyed()
-        for shard, record in zip(chosen, map_steps(step, chosen), strict=True):
-            assert record.number == shard.number, "results come in the order of the items"
-            report(progress := progress.and_of(record))
-            found.append((shard, record))
-        return found
+        surveyed = Surveyed()
+        for shard, stats in zip(wave, map_steps(step, wave), strict=True):
+            assert stats.number == shard.number, "results come in the order of the items"
+            progress = progress.plus(documents=stats.documents, text_bytes=stats.text_bytes)
+            report(progress)
+            surveyed.append((shard, stats))
+        return surveyed
 
-    # One shard, two, four, …: a small `max_bytes` of a large corpus reads little, a large one is not held up.
-    while wave := shards[len(taken) : len(taken) + width]:
-        for shard, record in surveys(wave):
-            if record.read_bytes >= left:
-                return taken + surveys([replace(shard, limit=int(left))])
-            taken.append((shard, record))
-            left -= record.read_bytes
+    if max_bytes is None:
+        return survey(shards)
+    # One shard, two, four, …: a small `max_bytes` of a large corpus reads little, and a large one has enough at a time.
+    surveyed, remaining, width = Surveyed(), max_bytes, 1
+    while len(surveyed) < len(shards):
+        for shard, stats in survey(shards[len(surveyed) : len(surveyed) + width]):
+            if stats.read_bytes >= remaining:
+                return surveyed + survey([replace(shard, limit=remaining)])
+            surveyed.append((shard, stats))
+            remaining -= stats.read_bytes
         width = min(2 * width, _WIDEST_WAVE)
-    return taken
+    return surveyed
 
 
-def _assignments(work: PrepContext, surveyed: Surveyed) -> list[EncodeTask]:
-    data, surveys = work.data, [record for _, record in surveyed]
-    counts = [record.documents for record in surveys]
-    unique: Sequence[int | None] = [None] * len(surveys)
+def _encode_tasks(context: PrepContext, surveyed: Surveyed) -> list[EncodeTask]:
+    """Return a task for each shard, after drawing the documents that are for validation."""
+    data, surveys = context.data, [stats for _, stats in surveyed]
+    counts, unique = [stats.documents for stats in surveys], list[int | None]([None] * len(surveys))
     if data.filters.drop_duplicates:
-        masks = _first_of_each(work.progress_store, surveys)
-        for record, mask in zip(surveys, masks, strict=True):
-            work.progress_store.write(workers.file_name(record.number, "unique"), np.packbits(mask).tobytes())
-        unique = counts = [int(mask.sum()) for mask in masks]
-    if (count := sum(counts)) < 2:
-        files, read = sum(len(shard.parts) for shard, _ in surveyed), sum(record.read_documents for record in surveys)
-        others = f"; {read - count} more are empty, bad, or dropped by data.filters" if read > count else ""
-        bad = [place for record in surveys for place in record.bad_places]
-        others += workers.skipped_ones(sum(record.bad for record in surveys), bad)
-        raise DataError(
-            f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
-            "one for training and one for validation are the least: give more text, "
-            f"or for text files a data.corpus.separator that cuts it into documents{others}"
-        )
+        masks = _first_occurrences(context.progress_store, surveys)
+        for stats, mask in zip(surveys, masks, strict=True):
+            context.progress_store.write(workers.file_name(stats.number, "unique"), np.packbits(mask).tobytes())
+        counts = [int(mask.sum()) for mask in masks]
+        unique = [*counts]
+    count = sum(counts)
+    _require_documents(data, surveyed, count)
     # For validation: the first ceil(fraction * count) of a permutation. Generator.permutation(count) would shuffle
     # 8-byte numbers with the same draws.
-    every = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
-    np.random.default_rng(data.split_seed).shuffle(every)
-    held_out = np.sort(every[: math.ceil(data.validation_fraction * count)].astype(np.int64))
+    order = np.arange(count, dtype=np.uint32 if count <= 2**32 else np.int64)
+    np.random.default_rng(data.split_seed).shuffle(order)
+    held_out = np.sort(order[: math.ceil(data.validation_fraction * count)].astype(np.int64))
     if len(held_out) == count:
         raise UserError(
             f"data.validation_fraction={data.validation_fraction} of {count} documents leaves none to train on; "
             "lower it, or give more documents"
         )
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    bounds = np.searchsorted(held_out, starts)
-    return [
-        EncodeTask(
-            shard=shard,
-            survey=record,
-            unique=unique[i],
-            held_out=tuple((held_out[bounds[i] : bounds[i + 1]] - starts[i]).tolist()),
-        )
-        for i, (shard, record) in enumerate(surveyed)
-    ]
+    tasks, start = list[EncodeTask](), 0
+    for (shard, stats), documents, unique_documents in zip(surveyed, counts, unique, strict=True):
+        first, last = np.searchsorted(held_out, [start, start + documents])
+        own = tuple((held_out[first:last] - start).tolist())
+        tasks.append(EncodeTask(shard=shard, survey=stats, unique=unique_documents, held_out=own))
+        start += documents
+    return tasks
 
 
-def _first_of_each(progress_store: Storage, surveys: Sequence[ShardStats]) -> list[Mask]:
-    """The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory
-    is bounded by that and by a byte per document."""
-    starts = np.cumsum([0, *(record.documents for record in surveys)])
-    first = np.zeros(starts[-1], dtype=bool)
-    groups = -(-len(first) // _AT_ONCE) or 1
+def _require_documents(data: DataConfig, surveyed: Surveyed, count: int) -> None:
+    if count >= 2:
+        return
+    files, read = sum(len(shard.parts) for shard, _ in surveyed), sum(stats.read_documents for _, stats in surveyed)
+    ending = ""
+    if read > count:
+        ending = f"; {read - count} more are empty, bad, or dropped by data.filters"
+    places = [place for _, stats in surveyed for place in stats.bad_places]
+    ending += workers.skipped_ones(sum(stats.bad for _, stats in surveyed), places)
+    raise DataError(
+        f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
+        "one for training and one for validation are the least: give more text, "
+        f"or for text files a data.corpus.separator that cuts it into documents{ending}"
+    )
+
+
+def _first_occurrences(progress_store: Storage, surveys: Sequence[ShardStats]) -> list[Mask]:
+    """Return for each shard which of its documents do not occur before, in the shard or in earlier ones.
+
+    The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
+    bounded by that and by a byte per document.
+    """
+    starts = np.cumsum([0, *(stats.documents for stats in surveys)])
+    is_first = np.zeros(starts[-1], dtype=bool)
+    groups = -(-len(is_first) // _AT_ONCE) or 1
     for group in range(groups):
         # The digests that fall into the group, as pairs of numbers, and the numbers of their documents.
-        every_number, every_key = list[Any](), list[Any]()
-        for start, record in zip(starts, surveys, strict=False):
-            assert record.digests is not None
-            found = np.frombuffer(progress_store.read(record.digests.path), dtype="<u8").reshape(-1, 2)
-            mine = np.flatnonzero(found[:, 0] % np.uint64(groups) == group)
-            every_number.append(mine + start)
-            every_key.append(found[mine])
-        numbers, keys = np.concatenate(every_number), np.concatenate(every_key)
-        order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: of equal digests the lowest number comes first
-        ordered = keys[order]
-        leads = np.ones(len(ordered), dtype=bool)
-        leads[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-        first[numbers[order[leads]]] = True
-    return np.split(first, starts[1:-1])
+        numbers, digests = list[Any](), list[Any]()
+        for start, stats in zip(starts, surveys, strict=False):
+            assert stats.digests is not None
+            pairs = np.frombuffer(progress_store.read(stats.digests.path), dtype="<u8").reshape(-1, 2)
+            in_group = np.flatnonzero(pairs[:, 0] % np.uint64(groups) == group)
+            numbers.append(in_group + start)
+            digests.append(pairs[in_group])
+        pairs = np.concatenate(digests)
+        order = np.lexsort((pairs[:, 1], pairs[:, 0]))  # stable: of equal digests the lowest number comes first
+        pairs = pairs[order]
+        differs = np.ones(len(pairs), dtype=bool)
+        differs[1:] = (pairs[1:] != pairs[:-1]).any(axis=1)
+        is_first[np.concatenate(numbers)[order[differs]]] = True
+    return np.split(is_first, starts[1:-1])
 
 
-# Of each split's files, one or several past the size cap, the pieces that are to be joined in it, and their sha256.
-_Files: TypeAlias = defaultdict[str, list[tuple[list[FileRecord], Any]]]
+class _SplitFile:
+    """A file of a split: the pieces that will be joined in it, and the sha256 of their bytes."""
+
+    def __init__(self) -> None:
+        self.pieces, self.size, self.sha256 = list[FileRecord](), 0, sha256()
 
 
-def _hash(work: PrepContext, record: EncodeResult, into: _Files, most: int) -> None:
-    """Take the sha256 of the splits' files on by a shard's pieces, while later ones are still being encoded.
+def _encode_all(
+    context: PrepContext, tokenizer: StoredTokenizer, surveyed: Surveyed, map_steps: MapSteps, report: Report
+) -> tuple[list[EncodeResult], list[_SplitFile], list[_SplitFile]] | None:
+    """Return the results of all shards, and the files of both splits; None if a shard counted empty documents.
 
-    It is the one thing about them that cannot be put together from the pieces' own, and is slow: 0.5 GB/s a core.
-    Pieces in a bucket are read where workers of this machine left them, else fetched: each byte once. A piece that
-    would make a file larger than `most` bytes is cut: shards, and so pieces, differ between a corpus on this machine
-    and the same one in a bucket, and the files must not.
+    A thread hashes the pieces while later ones are encoded. The sha256 of a file is the one checksum that cannot be
+    combined from those of its pieces, and it is slow: 0.5 GB/s a core.
     """
-    progress_store, folder = work.progress_store, work.local_pieces_dir
-    for split, piece in (("train", record.train.file), ("val", record.validation.file)):
-        if piece is None:
-            continue
-        path = Path(progress_store.address(piece.path)) if folder is None else folder / piece.path
-        if folder is not None:
-            progress_store.download(piece.path, path)  # only compares checksums where a worker left the piece
-        files, parts = into[split], list[FileRecord]()
-        room = most - sum(before.size for before in files[-1][0]) if files else 0
-        with path.open("rb") as content:
-            for number, (start, end) in enumerate(pairwise([0, *range(room, piece.size, most), piece.size])):
-                if number:
-                    files.append(([], sha256()))
-                if start < end:
-                    pieces, hashed = files[-1]
-                    parts.append(piece if end - start == piece.size else _cut(work, path, start, end))
-                    pieces.append(parts[-1])
-                    content.seek(start)
-                    for at in range(start, end, _BLOCK):
-                        hashed.update(content.read(min(_BLOCK, end - at)))
-        _require_whole(progress_store, ObjectInfo(piece.path, piece.size, piece.crc32c), parts)
-        if folder is not None:
-            path.unlink()
+    results, hashing = list[EncodeResult](), list[Future[None]]()
+    train, validation = list[_SplitFile](), list[_SplitFile]()
+    width = np.dtype(tokenizer[0].dtype).itemsize
+    max_bytes = max(1, context.data.max_file_bytes // width) * width
+    progress = Preparation(phase="encode", all_bytes=sum(stats.text_bytes for _, stats in surveyed))
+    with ExitStack() as stack:
+        if context.storage.local_path() is None:  # a folder for the pieces that are still to be hashed
+            folder = TemporaryDirectory(dir=context.make_scratch(), prefix="pieces-", ignore_cleanup_errors=True)
+            context = replace(context, local_pieces_dir=Path(stack.enter_context(folder)))
+        hasher = ThreadPoolExecutor(1)
+        stack.callback(hasher.shutdown, cancel_futures=True)
+        steps = map_steps(partial(workers.encode, context), _encode_tasks(context, surveyed))
+        for result in stack.enter_context(closing(steps)):
+            if result is None:
+                return None
+            assert result.number == len(results), "results come in the order of the items"
+            tokens = result.train.tokens + result.validation.tokens
+            progress = progress.plus(documents=result.documents, text_bytes=result.text_bytes, tokens=tokens)
+            report(progress)
+            results.append(result)
+            for piece, files in ((result.train.file, train), (result.validation.file, validation)):
+                if piece is not None:
+                    hashing.append(hasher.submit(_append, context, files, piece, max_bytes))
+        report(Preparation(phase="publish"))
+        for future in hashing:
+            future.result()
+    return results, train, validation
 
 
-def _cut(work: PrepContext, path: Path, start: int, end: int) -> FileRecord:
+def _append(context: PrepContext, files: list[_SplitFile], piece: FileRecord, max_bytes: int) -> None:
+    """Add a piece to the last of a split's files.
+
+    A piece that would make the file larger than `max_bytes` is cut: pieces differ between a corpus on this machine and
+    the same one in a bucket, and the files must not.
+    """
+    start, parts = 0, list[FileRecord]()
+    with _local_piece(context, piece) as path, path.open("rb") as content:
+        while start < piece.size:
+            if not files or files[-1].size == max_bytes:
+                files.append(_SplitFile())
+            file = files[-1]
+            end = min(piece.size, start + max_bytes - file.size)
+            part = piece if end - start == piece.size else _cut(context, path, start, end)
+            parts.append(part)
+            file.pieces.append(part)
+            file.size += part.size
+            for position in range(start, end, _BLOCK):
+                file.sha256.update(content.read(min(_BLOCK, end - position)))
+            start = end
+    _require_whole(context.progress_store, ObjectInfo(piece.path, piece.size, piece.crc32c), parts)
+
+
+@contextmanager
+def _local_piece(context: PrepContext, piece: FileRecord) -> Iterator[Path]:
+    """Yield the piece's path on this machine. From a bucket it is fetched, unless a worker of this machine left it."""
+    if context.local_pieces_dir is None:
+        yield Path(context.progress_store.address(piece.path))
+        return
+    path = context.local_pieces_dir / piece.path
+    context.progress_store.download(piece.path, path)  # only compares checksums where the piece is there
+    yield path
+    path.unlink()
+
+
+def _cut(context: PrepContext, path: Path, start: int, end: int) -> FileRecord:
     """Put the bytes [start, end) of a piece into the progress store, as a piece of their own."""
-    with TemporaryDirectory(dir=work.make_scratch(), prefix="cut-", ignore_cleanup_errors=True) as folder:
+    with TemporaryDirectory(dir=context.make_scratch(), prefix="cut-", ignore_cleanup_errors=True) as folder:
         part = Path(folder, f"{path.name}.{start}")
         with translate_os_errors(str(part), needed=end - start), path.open("rb") as content, part.open("wb") as file:
             content.seek(start)
-            for at in range(start, end, _BLOCK):
-                file.write(content.read(min(_BLOCK, end - at)))
-        return FileRecord.of(work.progress_store.upload(part, part.name, move=True))
+            for position in range(start, end, _BLOCK):
+                file.write(content.read(min(_BLOCK, end - position)))
+        return FileRecord.of(context.progress_store.upload(part, part.name, move=True))
 
 
-def _joined(work: PrepContext, name: str, pieces: Sequence[TokenPiece], of_splits: _Files) -> Split:
-    """Each file of a split from its pieces; it has to have the checksum that theirs combine to."""
-    files, records = of_splits[name] or [([], sha256())], list[FileRecord]()
-    for number, (parts, hashed) in enumerate(files):
+def _join(context: PrepContext, name: str, pieces: Sequence[TokenPiece], files: Sequence[_SplitFile]) -> Split:
+    """Join each file of a split from its pieces; it must have the checksum that theirs combine to."""
+    files, records = files or [_SplitFile()], list[FileRecord]()
+    for number, file in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"
-        stored = work.storage.join([f"{SHARDS}/{piece.path}" for piece in parts], path)
-        _require_whole(work.storage, stored, parts)
-        records.append(FileRecord.of(stored, sha256=hashed.hexdigest()))
+        stored = context.storage.join([f"{SHARDS}/{piece.path}" for piece in file.pieces], path)
+        _require_whole(context.storage, stored, file.pieces)
+        records.append(FileRecord.of(stored, sha256=file.sha256.hexdigest()))
     documents, tokens = sum(piece.documents for piece in pieces), sum(piece.tokens for piece in pieces)
     return Split(documents=documents, tokens=tokens, files=tuple(records))
 

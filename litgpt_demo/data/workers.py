@@ -1,4 +1,4 @@
-"""What workers do for a preparation: they survey each shard and encode it. And the progress store of what is done."""
+"""The steps of a preparation's workers, which survey and encode shards, and the store of their progress."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SHARDS = "shards"
 PLACES = 1000
 """Places of bad documents in a manifest. A shard's record has as many, so that they do not depend on the shards."""
 _LENGTHS = 40  # powers of two that a document's number of tokens may reach
-_ROOM = 0.5  # of the file system is free where copies stay for the second reading
+_MIN_FREE = 0.5  # share of the file system that is free where copies stay for the second reading
 # Pieces that may wait on this machine's disk to be hashed, of at most some 100 MB each. The others are fetched back
 # from the bucket when their turn comes: neighbouring shards may end far apart, and the temporary folder may be memory.
 _WAITING = 32
@@ -47,15 +47,15 @@ _WAITING = 32
 
 @dataclass(frozen=True, kw_only=True)
 class PrepContext:
-    """The knowledge of every worker of a preparation. It travels to other processes and machines."""
+    """The settings of a preparation, which travel to workers in other processes and on other machines."""
 
     data: DataConfig
     root: str
     path: str
-    """Of the dataset, below the root."""
+    """The dataset's path below the root."""
     local_pieces_dir: Path | None = None
-    """The folder where workers leave the pieces that they put in a bucket, to be hashed; on a worker of another machine
-    there is no such folder. None for a local root, where the pieces themselves can be read."""
+    """The folder where workers leave the pieces that they upload to a bucket, to be hashed. A worker on another machine
+    has no such folder. None for a local root, where the pieces themselves are read."""
 
     @property
     def storage(self) -> Storage:
@@ -64,20 +64,20 @@ class PrepContext:
 
     @property
     def progress_store(self) -> Storage:
-        """The folder of the pieces and their records, whose checksums are compared before they are believed."""
+        """The folder of the pieces and their records, whose checksums are compared before they are trusted."""
         return replace(self.storage.within(SHARDS), durable=False)
 
     @property
     def scratch(self) -> Path:
         """The folder for unfinished work, which the next run finds; on a local root's file system: moves are free."""
         name = self.path.rpartition("/")[2]
-        if (local := open_storage(self.root).local_path(f".scratch/{name}")) is not None:
+        local = open_storage(self.root).local_path(f".scratch/{name}")
+        if local is not None:
             return local
-        # Several buckets may have this dataset.
-        return own_temporary() / f"{name}-{content_hash(self.root)}"
+        return own_temporary() / f"{name}-{content_hash(self.root)}"  # several buckets may have this dataset
 
     def make_scratch(self) -> Path:
-        """See that the folder for unfinished work is there, and that no other user of this machine could change it."""
+        """Make the folder for unfinished work, if need be; no other user of this machine can change it."""
         if is_remote(self.root):
             return make_temporary(self.scratch.name)
         with translate_os_errors(str(self.scratch)):
@@ -86,24 +86,23 @@ class PrepContext:
 
 
 class ShardRecord(Settings):
-    """An entry of the progress store: what was made of a shard. Written when all of it is there."""
+    """The record of a finished step, written when all of its files are stored."""
 
     number: int
     shard: str
-    """The shard that it belongs to, limit included: a record of another one counts for nothing."""
+    """The digest of the shard, limit included: a record of another shard is ignored."""
     documents: int
     text_bytes: int
     """UTF-8 bytes of those documents."""
 
 
 class ShardStats(ShardRecord):
-    """The content of a shard: `documents` are those that pass the filters."""
+    """The survey of a shard: `documents` are those that pass the filters."""
 
     read: bool = True
-    """False: not a document was read, the files' footers say how many there are. An empty one would belie them, and
-    then `text_bytes` is only about right."""
+    """False if the counts are of parquet footers only: they include empty documents, and text_bytes is approximate."""
     kept: FileRecord | None = None
-    """The documents that stay, a bit for each that was read; None where all do."""
+    """A bit for each document that was read, set if it stays; None where all do."""
     digests: FileRecord | None = None
     """DIGEST_BYTES of each that stays; None where duplicates stay too."""
     read_documents: int
@@ -126,8 +125,8 @@ class TokenPiece(Settings):
 class EncodeResult(ShardRecord):
     """A shard's tokens."""
 
-    assignment: str
-    """The documents that were to be encoded, and the split of each."""
+    task: str
+    """The digest of the task."""
     train: TokenPiece
     validation: TokenPiece
     lengths: tuple[int, ...]
@@ -147,27 +146,27 @@ def _digest_of(shard: Shard) -> str:
     return content_hash(shard.number, shard.limit, *parts)
 
 
-def _recorded(work: PrepContext, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    progress_store = work.progress_store
+def _read_record(context: PrepContext, name: str, kind: type[Record], shard: Shard) -> Record | None:
+    """Return the record of this step if it is of this shard, and all of its files are as it says."""
+    store = context.progress_store
     try:
-        record = parse_json(progress_store.read(name), kind, where=progress_store.address(name), fix="it is made anew")
+        record = parse_json(store.read(name), kind, where=store.address(name), fix="it is made again")
         if isinstance(record, ShardStats):
             files = (record.kept, record.digests)
         else:
             files = (record.train.file, record.validation.file)
-        intact = all(file is None or FileRecord.of(progress_store.stat(file.path)) == file for file in files)
+        is_intact = all(file is None or FileRecord.of(store.stat(file.path)) == file for file in files)
     except (FileNotFoundError, DataError):  # DataError: cut short, or of another version of this code
         return None
-    return record if intact and record.shard == _digest_of(shard) else None
+    return record if is_intact and record.shard == _digest_of(shard) else None
 
 
-def _note(work: PrepContext, name: str, record: Settings) -> None:
-    """Note something as done: whatever it names must be there already."""
+def _write_record(context: PrepContext, name: str, record: Settings) -> None:
+    """Record a step as done, after everything that the record names was stored."""
     content = record.model_dump_json().encode()
-    if not work.progress_store.create(
-        name, content
-    ):  # the usual case, and in a bucket one request where `write` makes two
-        work.progress_store.write(name, content)
+    # `create` is usually enough, and in a bucket it is one request where `write` makes two.
+    if not context.progress_store.create(name, content):
+        context.progress_store.write(name, content)
 
 
 _TOKENIZER = "tokenizer.json"
@@ -183,40 +182,44 @@ StoredTokenizer: TypeAlias = tuple[TokenizerFiles, tuple[FileRecord, ...]]
 
 
 def load_or_train_tokenizer(
-    planned: PlannedDataset, work: PrepContext, report: Callable[[int, int], None]
+    planned: PlannedDataset, context: PrepContext, report: Callable[[int, int], None]
 ) -> StoredTokenizer:
-    """Put the tokenizer in its place; one that is to be trained on the corpus is trained by the first run only."""
+    """Store the dataset's tokenizer. One that is to be trained on the corpus is trained by the first run only."""
     data, tokenizer = planned.data, planned.tokenizer
-    if tokenizer is None:
-        with suppress(FileNotFoundError, DataError):  # DataError: damaged, or of another version of this code
-            return _stored_tokenizer(work)
-        assert isinstance(data.tokenizer, TrainedTokenizer)
-        bad = list[BadDocument]()
-        texts = documents(data, planned.sources, work.make_scratch(), bad)
-        try:
-            tokenizer = train_tokenizer(data.tokenizer, texts, report)
-        except DataError as error:
-            told = skipped_ones(len(bad), [f"{one.place}: {one.reason}" for one in bad])
-            raise DataError(f"{error}{told}") from error
-    files = tuple(
-        FileRecord.of(work.storage.write(f"tokenizer/{name}", content), sha256=sha256(content).hexdigest())
-        for name, content in sorted(tokenizer.files.items())
-    )
-    _note(work, _TOKENIZER, TokenizerRecord(files=files))
-    return tokenizer, files
+    if tokenizer is not None:
+        return store_tokenizer(context, tokenizer)
+    with suppress(FileNotFoundError, DataError):  # DataError: damaged, or of another version of this code
+        return _stored_tokenizer(context)
+    assert isinstance(data.tokenizer, TrainedTokenizer)
+    bad = list[BadDocument]()
+    texts = documents(data, planned.sources, context.make_scratch(), bad)
+    try:
+        return store_tokenizer(context, train_tokenizer(data.tokenizer, texts, report))
+    except DataError as error:
+        skipped = skipped_ones(len(bad), [f"{document.place}: {document.reason}" for document in bad])
+        raise DataError(f"{error}{skipped}") from error
 
 
-def _stored_tokenizer(work: PrepContext) -> StoredTokenizer:
-    storage, where = work.storage, work.progress_store.address(_TOKENIZER)
-    fix = f"remove {work.progress_store.address()} and prepare again"
-    record, files = (
-        parse_json(work.progress_store.read(_TOKENIZER), TokenizerRecord, where=where, fix=fix),
-        dict[str, bytes](),
-    )
+def store_tokenizer(context: PrepContext, tokenizer: TokenizerFiles) -> StoredTokenizer:
+    """Store the tokenizer's files in the dataset's folder, then their record."""
+    records = []
+    for name, content in sorted(tokenizer.files.items()):
+        stored = context.storage.write(f"tokenizer/{name}", content)
+        records.append(FileRecord.of(stored, sha256=sha256(content).hexdigest()))
+    _write_record(context, _TOKENIZER, TokenizerRecord(files=tuple(records)))
+    return tokenizer, tuple(records)
+
+
+def _stored_tokenizer(context: PrepContext) -> StoredTokenizer:
+    storage, store = context.storage, context.progress_store
+    fix = f"remove {store.address()} and prepare again"
+    record = parse_json(store.read(_TOKENIZER), TokenizerRecord, where=store.address(_TOKENIZER), fix=fix)
+    files = dict[str, bytes]()
     for file in record.files:
-        content = files[file.path.partition("/")[2]] = storage.read(file.path)
+        content = storage.read(file.path)
         if sha256(content).hexdigest() != file.sha256:
             raise DataError(f"{storage.address(file.path)} is not what it was", fix=fix)
+        files[file.path.partition("/")[2]] = content
     return assemble(files, origin=storage.address("tokenizer")), record.files
 
 
@@ -231,76 +234,77 @@ _encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address
 _one_at_a_time = Lock()  # with functools.cache two threads would make the same one
 
 
-def _encoder_of(work: PrepContext) -> Encoder:
-    address = work.storage.address()
+def _encoder_of(context: PrepContext) -> Encoder:
+    address = context.storage.address()
     with _one_at_a_time:
         if address not in _encoders:
-            _encoders[address] = Encoder(_stored_tokenizer(work)[0])
+            _encoders[address] = Encoder(_stored_tokenizer(context)[0])
         return _encoders[address]
 
 
-def survey(work: PrepContext, shard: Shard, *, by_footer: bool = True) -> ShardStats:
-    """See which documents of a shard stay, and write that down; a step for workers.
+def survey(context: PrepContext, shard: Shard, *, by_footer: bool = True) -> ShardStats:
+    """Return which documents of a shard stay, and record it; a step for workers.
 
-    With `by_footer` nothing is read where only empty documents can be left out: hardly any corpus has those, so assume
-    none.
+    With `by_footer`, nothing is read if no setting can drop documents that are not empty. Empty ones are rare, so all
+    are counted.
     """
-    name, data, scratch = file_name(shard.number, "survey.json"), work.data, work.make_scratch()
-    if (done := _recorded(work, name, ShardStats, shard)) is not None:
-        return done
+    name, data, scratch = file_name(shard.number, "survey.json"), context.data, context.make_scratch()
+    recorded = _read_record(context, name, ShardStats, shard)
+    if recorded is not None:
+        return recorded
     if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
-        counted = documents_by_footer(data.corpus, shard, scratch=scratch)
-        if counted is not None:
-            _free_copies(work, shard)
-            count, size = counted
+        counts = documents_by_footer(data.corpus, shard, scratch=scratch)
+        if counts is not None:
+            _free_copies(context, shard)
+            count, size = counts
             return ShardStats(
                 number=shard.number, shard=_digest_of(shard), documents=count, text_bytes=size, read=False,
                 read_documents=count, read_bytes=size, dropped={},
             )  # fmt: skip
     masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
-    bad, places, read_bytes, kept_bytes = 0, list[str](), 0, 0
+    bad, read_bytes, kept_bytes = list[BadDocument](), 0, 0
     for batch in read_shard(data, shard, scratch):
         kept, reasons = passing(batch.texts, data.filters)
         lengths = byte_lengths(batch.texts)
         masks.append(kept)
         read_bytes += int(lengths.sum())
         kept_bytes += int(lengths[kept].sum())
-        bad += len(batch.bad)
-        places += [f"{one.place}: {one.reason}" for one in batch.bad[: PLACES - len(places)]]
-        dropped += reasons - Counter(empty=len(batch.bad))  # bad documents stand as empty ones
+        bad += batch.bad
+        dropped += reasons - Counter(empty=len(batch.bad))  # bad documents are in the batch as empty ones
         if data.filters.drop_duplicates:
             texts = batch.texts.filter(kept).cast("large_binary").to_pylist()
             digests += [blake2b(text, digest_size=DIGEST_BYTES).digest() for text in texts]
-    mask = np.concatenate(masks)
-
-    def stored(suffix: str, content: bytes) -> FileRecord:
-        return FileRecord.of(work.progress_store.write(file_name(shard.number, suffix), content))
-
-    record = ShardStats(
+    mask, kept_file, digests_file = np.concatenate(masks), None, None
+    store = context.progress_store
+    if not mask.all():
+        kept_file = FileRecord.of(store.write(file_name(shard.number, "kept"), np.packbits(mask).tobytes()))
+    if data.filters.drop_duplicates:
+        digests_file = FileRecord.of(store.write(file_name(shard.number, "digests"), b"".join(digests)))
+    stats = ShardStats(
         number=shard.number,
         shard=_digest_of(shard),
         documents=int(mask.sum()),
         text_bytes=kept_bytes,
-        kept=None if mask.all() else stored("kept", np.packbits(mask).tobytes()),
-        digests=stored("digests", b"".join(digests)) if data.filters.drop_duplicates else None,
+        kept=kept_file,
+        digests=digests_file,
         read_documents=len(mask),
         read_bytes=read_bytes,
         dropped=dict(dropped),
-        bad=bad,
-        bad_places=tuple(places),
+        bad=len(bad),
+        bad_places=tuple(f"{document.place}: {document.reason}" for document in bad[:PLACES]),
     )
-    _note(work, name, record)
-    _free_copies(work, shard)
-    return record
+    _write_record(context, name, stats)
+    _free_copies(context, shard)
+    return stats
 
 
-def _free_copies(work: PrepContext, shard: Shard) -> None:
+def _free_copies(context: PrepContext, shard: Shard) -> None:
     """Remove what was fetched for a shard's survey, unless there is much room: encoding has to fetch it again then.
 
     Together the copies are the whole corpus, and the temporary folder may be memory."""
-    room = shutil.disk_usage(work.scratch)
-    if room.free < room.total * _ROOM:
-        forget((part.source for part in shard.parts), work.scratch)
+    room = shutil.disk_usage(context.scratch)
+    if room.free < room.total * _MIN_FREE:
+        forget((part.source for part in shard.parts), context.scratch)
 
 
 DIGEST_BYTES = 16
@@ -381,76 +385,74 @@ class EncodeTask:
         return content_hash(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
 
     def keep_mask(self, progress_store: Storage) -> Mask:
-        """Say of every document, as it is read, whether it is encoded."""
-
-        def mask(file: str, count: int) -> Mask:
-            return np.unpackbits(np.frombuffer(progress_store.read(file), dtype=np.uint8), count=count).astype(bool)
-
+        """Return whether each document, as it is read, is encoded."""
         survey = self.survey
-        keep_mask = np.ones(survey.read_documents, dtype=bool)
+        mask = np.ones(survey.read_documents, dtype=bool)
         if survey.kept is not None:
-            keep_mask = mask(survey.kept.path, survey.read_documents)
+            mask = _read_mask(progress_store, survey.kept.path, survey.read_documents)
         if self.unique is not None:
-            keep_mask[keep_mask] = mask(file_name(survey.number, "unique"), survey.documents)
-        return keep_mask
+            mask[mask] = _read_mask(progress_store, file_name(survey.number, "unique"), survey.documents)
+        return mask
 
 
-def encode(work: PrepContext, assignment: EncodeTask) -> EncodeResult | None:
+def _read_mask(progress_store: Storage, path: str, count: int) -> Mask:
+    return np.unpackbits(np.frombuffer(progress_store.read(path), dtype=np.uint8), count=count).astype(bool)
+
+
+def encode(context: PrepContext, task: EncodeTask) -> EncodeResult | None:
     """Write a shard's two pieces of tokens, then their record; a step for workers.
 
-    None if the shard was not read before and has empty documents: they were counted.
+    None if the shard was surveyed by its footers, which count empty documents too, and has some.
     """
-    shard, name = assignment.shard, file_name(assignment.shard.number, "json")
-    done = _recorded(work, name, EncodeResult, shard)
-    if done is not None and done.assignment == assignment.digest:
-        return done
-    encoder, keep_mask = _encoder_of(work), assignment.keep_mask(work.progress_store)
+    shard, name = task.shard, file_name(task.shard.number, "json")
+    recorded = _read_record(context, name, EncodeResult, shard)
+    if recorded is not None and recorded.task == task.digest:
+        return recorded
+    encoder, keep_mask = _encoder_of(context), task.keep_mask(context.progress_store)
     held_out = np.zeros(int(keep_mask.sum()), dtype=bool)
-    held_out[list(assignment.held_out)] = True
+    held_out[list(task.held_out)] = True
     histogram, read, encoded, text_bytes = np.zeros(_LENGTHS, dtype=np.int64), 0, 0, 0
-    with TemporaryDirectory(dir=work.make_scratch(), prefix="tokens-", ignore_cleanup_errors=True) as folder:
-        # With the assignment in its name, a preparation that counted otherwise writes another file.
-        train, validation = (
-            _Piece(Path(folder, file_name(shard.number, f"{assignment.digest}.{split}.bin")))
-            for split in ("train", "val")
-        )
-        for batch in read_shard(work.data, shard, work.scratch):
+    with TemporaryDirectory(dir=context.make_scratch(), prefix="tokens-", ignore_cleanup_errors=True) as folder:
+        # With the task in its name, a preparation that counted otherwise writes another file.
+        train = _Piece(Path(folder, file_name(shard.number, f"{task.digest}.train.bin")))
+        validation = _Piece(Path(folder, file_name(shard.number, f"{task.digest}.val.bin")))
+        for batch in read_shard(context.data, shard, context.scratch):
+            mask = keep_mask[read : read + len(batch.texts)]
             read += len(batch.texts)
             if read > len(keep_mask):
                 break
-            mask = keep_mask[read - len(batch.texts) : read]
             texts = batch.texts if mask.all() else batch.texts.filter(mask)
             sizes = byte_lengths(texts)
-            if not sizes.all() and not assignment.survey.read:
+            if not sizes.all() and not task.survey.read:
                 return None
             ids, lengths = encoder.encode(texts)
             if not encoded:
                 encoder.compare(texts)
-            here = held_out[encoded : encoded + len(texts)]
-            if here.any():
-                which = np.repeat(here, lengths)
-                validation.write(ids[which], int(here.sum()))
-                ids = ids[~which]
-            train.write(ids, int((~here).sum()))
+            of_validation = held_out[encoded : encoded + len(texts)]
+            if of_validation.any():
+                is_validation = np.repeat(of_validation, lengths)
+                validation.write(ids[is_validation], int(of_validation.sum()))
+                ids = ids[~is_validation]
+            train.write(ids, int((~of_validation).sum()))
             histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
             text_bytes += int(sizes.sum())
             encoded += len(texts)
         if read != len(keep_mask):
             names = ", ".join(part.source.address for part in shard.parts[:3])
             raise DataError(f"{names}: not the {len(keep_mask)} documents of before; something changes them, run again")
-        record = EncodeResult(
+        result = EncodeResult(
             number=shard.number,
             shard=_digest_of(shard),
-            assignment=assignment.digest,
+            task=task.digest,
             documents=encoded,
             text_bytes=text_bytes,
-            train=_stored(work, train),
-            validation=_stored(work, validation),
+            train=_stored(context, train),
+            validation=_stored(context, validation),
             lengths=tuple(histogram.tolist()),
         )
-    _note(work, name, record)
-    forget((part.source for part in shard.parts), work.scratch)
-    return record
+    _write_record(context, name, result)
+    forget((part.source for part in shard.parts), context.scratch)
+    return result
 
 
 @dataclass
@@ -466,14 +468,13 @@ class _Piece:
         self.documents += documents
 
 
-def _stored(work: PrepContext, piece: _Piece) -> TokenPiece:
+def _stored(context: PrepContext, piece: _Piece) -> TokenPiece:
     """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
     if not piece.tokens:
         return TokenPiece(documents=0, tokens=0, file=None)
-    folder = work.local_pieces_dir
-    if folder is not None and (not os.access(folder, os.W_OK) or len(list(folder.iterdir())) >= _WAITING):
-        folder = None
-    stored = work.progress_store.upload(piece.path, piece.path.name, move=folder is None)
-    if folder is not None:
+    folder = context.local_pieces_dir
+    is_left = folder is not None and os.access(folder, os.W_OK) and len(list(folder.iterdir())) < _WAITING
+    stored = context.progress_store.upload(piece.path, piece.path.name, move=not is_left)
+    if folder is not None and is_left:
         piece.path.replace(folder / piece.path.name)
     return TokenPiece(documents=piece.documents, tokens=piece.tokens, file=FileRecord.of(stored))

@@ -156,7 +156,7 @@ def opened_by_litgpt(
     loss, trainers, seen = 0.0, checkpoint.validation_loss, 0
     for source in sources:
         losses = list[float]()
-        for number in source.numbers[:windows]:
+        for number in source.sample_ids[:windows]:
             batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
             losses.append(float(chunked_cross_entropy(llm.model(batch), targets)))
         loss, seen = loss + source.share * fmean(losses), seen + len(losses)

@@ -190,17 +190,17 @@ def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]
     sums = torch.zeros(len(sources), dtype=torch.float64, device=fabric.device)
     training.model.eval()
     for index, source in enumerate(sources):
-        numbers = source.numbers[fabric.global_rank :: fabric.world_size]
+        numbers = source.sample_ids[fabric.global_rank :: fabric.world_size]
         # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
-        for start in range(0, math.ceil(len(source.numbers) / fabric.world_size), train.micro_batch):
+        for start in range(0, math.ceil(len(source.sample_ids) / fabric.world_size), train.micro_batch):
             limit = max(timeouts.FIRST_PASS, train.hang_after)
             training.heart.beat(done, "evaluating", max_silence=limit)
             part = numbers[start : start + train.micro_batch]
-            samples = read_samples(windows, part if len(part) else source.numbers[:1], fabric.device)
+            samples = read_samples(windows, part if len(part) else source.sample_ids[:1], fabric.device)
             sums[index] += training.model(*to_device(samples, fabric.device)).double() * len(part)
     training.model.train()
     if fabric.world_size > 1:
         dist.all_reduce(sums)
-    losses = [total / len(source.numbers) for total, source in zip(sums.tolist(), sources, strict=True)]
+    losses = [total / len(source.sample_ids) for total, source in zip(sums.tolist(), sources, strict=True)]
     mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
     return mean, {source.name: loss for source, loss in zip(sources, losses, strict=True) if source.name}

@@ -98,11 +98,11 @@ def test_an_evaluation_draws_equally_many_samples_of_each_source(sizes: list[int
     assert sum(source.share for source in sources) == pytest.approx(1)
     assert sources[0].share == pytest.approx(0.25 + 0.75 * share / MIXTURE_CYCLE)
     for source, part, size in zip(sources, parts, sizes, strict=True):
-        drawn = (source.numbers - np.uint64(start)).tolist()
+        drawn = (source.sample_ids - np.uint64(start)).tolist()
         assert len(set(drawn)) == len(drawn) == min(most, size)
         assert drawn == feistel_permutation(np.arange(len(drawn), dtype=np.uint64), size, "validation").tolist()
         (alone,) = validation_sources(part, most)
-        assert (alone.name, alone.share, alone.numbers.tolist()) == ("", 1.0, drawn)
+        assert (alone.name, alone.share, alone.sample_ids.tolist()) == ("", 1.0, drawn)
         start += size
 
 
@@ -182,7 +182,7 @@ def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(ro
     assert manifest.train.tokens == 3000 + alone.train.tokens
     folder = stage(storage.address(planned.path), tmp_path / "scratch")
     for address in open_dataset(str(folder)).ingredients(str(folder)):
-        assert open_dataset(address).home in {None, f"{root}/ids"}
+        assert open_dataset(address).external_root in {None, f"{root}/ids"}
     same, other = (
         plan_dataset(data.model_copy(update={"mixture": tuple(
             source.model_copy(update={"weight": weight}) for source, weight in zip(data.mixture, weights, strict=True)

@@ -60,7 +60,7 @@ def test_ids_are_staged_from_where_they_lie_and_copied_only_into_or_out_of_a_buc
     files = {"train-0.bin": IDS[:1500], "train-1.bin": IDS[1500:3000], "val.bin": IDS[3000:], "meta.pkl": b"pickle"}
     put(places[lies], files, "<u4")
     manifest, address = made(data_at(places[lies], tmp_path, dtype="uint32"), places[under] + "-root")
-    assert (manifest.home, manifest.dtype) == (places[lies] if lies == under else None, "<u4")
+    assert (manifest.external_root, manifest.dtype) == (places[lies] if lies == under else None, "<u4")
     assert (manifest.train.tokens, manifest.train.documents, manifest.validation.tokens) == (3000, 30, 1000)
     assert verify_dataset(address) == manifest
     folder = stage(address, tmp_path / "scratch")

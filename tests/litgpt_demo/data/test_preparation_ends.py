@@ -114,7 +114,7 @@ def test_where_room_is_short_no_more_of_a_remote_corpus_lies_here_than_the_worke
     planned = plan_dataset(settings_for(tmp_path, [bucket.address("corpus")], tokenizer=tokenizer))
 
     def most_at_once(room: float) -> int:
-        monkeypatch.setattr(workers, "_ROOM", room)
+        monkeypatch.setattr(workers, "_MIN_FREE", room)
         root, copies = tmp_path / str(room), [0]
 
         def each(step: Any, items: Any) -> Any:

@@ -68,7 +68,7 @@ def test_it_stops_with_the_windows_and_how_to_see_them(
     expected = ""
     for number in samples:
         text = tokenizer.decode(tokens[32 * number : 32 * number + 32].tolist(), skip_special_tokens=False)
-        expected += f"--- window {number}, {len(text)} characters\n{text}\n"
+        expected += f"--- sample {number}, {len(text)} characters\n{text}\n"
     assert capsys.readouterr().out == expected
 
 
