@@ -1,4 +1,4 @@
-"""The clients of Google's libraries that speak gRPC: stand-ins for them, and what their exceptions mean to us."""
+"""The gRPC clients of Google's libraries: their emulators, and our errors for their exceptions."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from litgpt_demo.secrets import translating
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """A service of Google's, the extra of this project that installs its client, and how its errors are told: a no as
-    `denied_error` (with `roles` as the fix where a permission is missing), and no answer as `unavailable_error`."""
+    """A service of Google's, and our errors for it: `denied_error` if it refuses, else `unavailable_error`."""
 
     extra: str
+    """The extra of this project that installs its client."""
     roles: str
+    """The fix for a missing permission."""
     denied_error: type[LauncherError]
     unavailable_error: type[LauncherError]
     emulator: str
-    """The variable with host:port of a stand-in that speaks without TLS and asks for no credentials."""
+    """The variable with host:port of an emulator, which has neither TLS nor credentials."""
 
     def client(self, name: str) -> Any:
-        """Return the client of that name, `module:class`: of Google's own service, or of a stand-in for it."""
+        """Return the client of that name, `module:class`, for Google's own service or its emulator."""
         with google_errors(self, "signing in"):
             kind = resolve_name(name)
-            if not (address := os.environ.get(self.emulator)):
+            address = os.environ.get(self.emulator)
+            if not address:
                 return kind()
             import grpc
 
@@ -38,14 +40,14 @@ class Service:
 
 @translating
 def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
-    """Errors of Google's libraries as ours, saying what was being done; those named in `unless` just end the block.
+    """Raise errors of Google's libraries as ours, with what was being done. Those named in `unless` end the block.
 
     Raises:
         NotInstalled: a library is missing.
         LoginProblem: credentials are missing or were refused.
         LauncherError: the service's `denied_error` if it refused, its `unavailable_error` without a usable answer.
     """
-    # Not chained: a traceback may show the headers that were sent, and the token is one of them.
+    # Not chained: a traceback may show the headers that were sent, and with them the token.
     try:
         from google.api_core import exceptions as api
         from google.auth import exceptions as auth

@@ -1,4 +1,4 @@
-"""The vocabulary of jobs: plain values that every platform takes and gives."""
+"""The vocabulary of jobs: the values that all platforms take and return."""
 
 from __future__ import annotations
 
@@ -16,38 +16,37 @@ from litgpt_demo.errors import Finding
 
 JobId = NewType("JobId", str)
 Object: TypeAlias = Mapping[str, Any]
-"""A JSON object that a platform takes or gives, to be read."""
+"""A JSON object of a platform, read only."""
 
 UNBUILT = "NOT-BUILT-YET"
-"""The stand-in for an image that is not known before it has been built; `submit` refuses it.
+"""The stand-in for an image that is not built yet. `submit` refuses it.
 
-Nobody can pull it by mistake: a reference has no capitals (https://github.com/distribution/reference).
+A pull of it fails, because a reference has no capitals (https://github.com/distribution/reference).
 """
 
 
-# What is read back may be damaged or forged.
 Moment: TypeAlias = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
-"""Seconds since the epoch."""
+"""Seconds since the epoch. A stored one may be damaged or forged."""
 
 MACHINE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
 MachineName: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE}$")]
-"""The name of a machine that can be avoided: it is the value of a label. Nodes may report anything else as theirs."""
+"""The name of a machine that can be excluded, which is the value of a label. Nodes may report anything as theirs."""
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"
 JOB_LABEL = "train-litgpt/job"
 
 PREVIEW = "000000"
-"""The nonce of a job that is only shown: an attempt gets its own when it is claimed."""
+"""The nonce of a job that is only shown. Each attempt gets its own when it is claimed."""
 
 
 def new_nonce() -> str:
-    """Return a random nonce, as long as PREVIEW: the name of a job must not come back with another root or index."""
+    """Return a random nonce, as long as PREVIEW. With it, no job of another root or index has the same name."""
     return secrets.token_hex(len(PREVIEW) // 2)
 
 
 def attempt_name(run: str, attempt: int, nonce: str) -> str:
-    """Return the name of a job on its platform. It identifies one record of the run index, for ever."""
+    """Return the name of a job on its platform, which identifies one record of the run index."""
     return f"{run}-{attempt}-{nonce}"
 
 
@@ -62,37 +61,37 @@ class Job:
     nonce: str = PREVIEW
     """The nonce of the attempt's record, which is part of the job's name on its platform."""
     root: str = ""
-    """The address of the root that the run lies under, which a label has a mark of."""
+    """The address of the run's root. A label has a hash of it."""
     nodes: int
     processes: int
     """Ranks on each node."""
     program: tuple[str, ...]
-    """The program that torchrun starts in every rank: a script, or `-m` and a module, then its arguments."""
+    """The program of every rank: a script, or `-m` and a module, then its arguments."""
     directory: str
     """The folder of this attempt's logs and error files, under the run: a local path or gs://."""
     env: Mapping[str, str] = field(default_factory=dict)
     secrets: tuple[str, ...] = ()
-    """Names of environment variables that ranks need and nobody else may see: the platform knows where to get them."""
+    """Names of environment variables with secrets of the ranks. The platform's settings say where the values are."""
     image: str | None = None
-    """Image by digest; None where nothing is containerised."""
+    """The image by digest, None without containers."""
     stage: tuple[str, ...] = ()
-    """Datasets (their addresses) that each node fetches and verifies before it starts its ranks."""
+    """The addresses of datasets that each node fetches and verifies before it starts its ranks."""
     code: str | None = None
-    """Address of the archive of the user's own code, named by its hash, which each node unpacks and starts in."""
+    """The address of the archive of the user's own code, which each node unpacks and starts in."""
     labels: Mapping[str, str] = field(default_factory=dict)
     unknown: str = ""
-    """The reason why the job's name is not known yet. Such a job can be rendered, and never be submitted."""
+    """The reason why the job's name is not known yet. Such a job can be rendered, but not submitted."""
     exclude_nodes: tuple[str, ...] = ()
     """Machines that this attempt must avoid, by the platform's own names (see Platform.max_excluded_nodes)."""
 
     @property
     def run_name(self) -> str:
-        """The run's name in labels: its own, and a mark of the root, for two roots may have jobs of one config."""
+        """Return the run's name in labels, with a hash of the root: two roots may have jobs of one config."""
         return f"{self.name}-{sha256(self.root.encode()).hexdigest()[:6]}" if self.root else self.name
 
     @property
     def attempt_name(self) -> str:
-        """The job's name on its platform: one for each record of an attempt, so that an ended job never shadows it."""
+        """Return the job's name on its platform. Each record of an attempt has its own, which no ended job has."""
         return attempt_name(self.name, self.attempt, self.nonce)
 
     @property
@@ -101,7 +100,7 @@ class Job:
 
     @property
     def all_labels(self) -> dict[str, str]:
-        """Return the labels by which everything of this run and of this job is found, and the job's own."""
+        """Return the labels that find everything of this run and of this job, and the job's own."""
         own = {RUN_LABEL: self.run_name, ATTEMPT_LABEL: str(self.attempt), JOB_LABEL: self.attempt_name}
         return {**own, **self.labels}
 
@@ -111,8 +110,12 @@ class Job:
     ) -> list[str]:  # fmt: skip
         """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`.
 
-        `directory` is the node's, for logs and error files; `log_flags` say where the logs go which outlive it. Ranks
-        have `grace` seconds to save when they are asked to leave. By default `run_id` and `stage` are the job's own.
+        Args:
+            directory: the node's own, for logs and error files.
+            log_flags: where the copies of its logs go, which outlive the node.
+            grace: seconds that ranks have to save before they end.
+            run_id: by default the attempt's name.
+            stage: by default the job's own.
         """
         addresses = self.stage if stage is None else stage
         return [
@@ -125,7 +128,7 @@ class Job:
             "--directory", directory,
             *log_flags,
             "--grace", str(grace),
-            *(word for address in addresses for word in ("--stage", address)),
+            *(argument for address in addresses for argument in ("--stage", address)),
             *(("--code", self.code) if self.code else ()),
             "--", *self.program,
         ]  # fmt: skip
@@ -133,22 +136,22 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Exactly what will be sent to a platform. `str()` of it is what `train-litgpt render` prints."""
+    """Exactly what will be sent to a platform. `train-litgpt render` prints `str()` of it."""
 
     platform: str
     job_id: JobId
     body: Mapping[str, Any]
     environment: tuple[Mapping[str, str], ...] = ()
-    """Every environment variable of the nodes, with where it comes from and why: to be shown, not sent."""
+    """The environment variables of the nodes with their origin and reason. They are shown, not sent."""
     unknown: tuple[str, ...] = ()
-    """The values that are not known from here, or before it is sent, in words: what stands for each, and why."""
+    """A sentence for each value that is not known yet: its stand-in, and the reason."""
 
     def __str__(self) -> str:
         return yaml.dump(dict(self.body), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=1000)
 
 
 class _Readable(yaml.SafeDumper):
-    """Text of several lines as a block, and nothing said once by referring to another place."""
+    """Writes text of several lines as a block, and repeats values instead of referring to them."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -161,7 +164,7 @@ _Readable.add_representer(str, _Readable.text)
 
 
 class JobState(StrEnum):
-    """The states of a job, in our words."""
+    """The states of a job on all platforms."""
 
     ABSENT = "absent"
     PENDING = "pending"
@@ -182,35 +185,34 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """A job's state in our words, with the platform's own word."""
+    """A job's state, and what its platform reports about it."""
 
     state: JobState
     native: str
-    """The platform's own word, with its number of the job: an unlisted one must not stop a two-day run, and must be
-    seen."""
+    """The platform's own word for the state, also an unknown one, and its number of the job."""
     exit_codes: Mapping[int, int] = field(default_factory=dict)
-    """Node number to exit code, for the nodes that ended; negative is the signal that killed it."""
+    """Node number to exit code of the ended nodes. A negative one is the number of the signal that killed it."""
     evictions: Mapping[int, str] = field(default_factory=dict)
-    """Node number to the reason and what to do, of nodes that were evicted from a full machine or could not be started;
-    it outweighs their reports."""
+    """Node number to reason and advice, for nodes that were evicted from a full machine or could not be started. It
+    outweighs their reports."""
     hosts: Mapping[int, str] = field(default_factory=dict)
-    """Node number to the machine that it is or was on, as far as the platform tells."""
+    """Node number to its machine, as far as the platform reports it."""
     scheduled: float | None = None
-    """When the last of its machines was found, in seconds since the epoch; None where the platform does not tell, and
-    0 where nothing queues."""
+    """When the last of its machines was found, in seconds since the epoch. None if the platform does not report it, 0
+    if nothing queues."""
     pulled: float | None = None
-    """When the last of its nodes first began, its image there; 0 where there is none."""
+    """When the last of its nodes first began, after its image was pulled; 0 without an image."""
     started: float | None = None
     """Seconds since the epoch."""
     ended: float | None = None
     restarts: int = 0
     """The number of restarts by the platform itself."""
     reasons: tuple[Finding, ...] = ()
-    """The reason why it does not run yet, or not on all of its nodes any more, as far as the platform reports it."""
+    """The reasons why it does not run yet, or no longer on all nodes, as far as the platform reports them."""
     refused: Finding | None = None
-    """Set when the platform has refused to run it for longer than a run waits for that: why, and what to do."""
+    """The reason and fix if the platform has refused to run it for longer than a run waits."""
     has_running_nodes: bool = False
-    """It has ended for us, and some of its nodes still run: who follows the job cancels it, for they cost."""
+    """It has ended for us, but some of its nodes still run and cost: the follower of the job cancels it."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class LogLine:
     node: int
     text: str
     time: float | None = field(default=None, compare=False)
-    """When it was printed, in seconds since the epoch; None where the platform has files, whose lines have no time."""
+    """When it was printed, in seconds since the epoch. None on platforms with log files, whose lines have no time."""
 
     def __str__(self) -> str:
         return f"[node {self.node}] {self.text}"
@@ -228,10 +230,10 @@ class LogLine:
 
 @dataclass(frozen=True)
 class LogPage:
-    """The lines after some position, and the position behind the last of them."""
+    """The lines after a position, and the position behind the last of them."""
 
     lines: tuple[LogLine, ...]
     position: str
-    """Opaque; hand it back to go on where this page ends."""
+    """Opaque. The next page begins there."""
     more: bool = False
-    """More is there already: a page is bounded, however much the nodes wrote."""
+    """There are more lines already. The size of a page is limited."""

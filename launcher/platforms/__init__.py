@@ -1,7 +1,7 @@
-"""The registry of platforms: where jobs run, one folder each.
+"""The registry of platforms, one folder each.
 
 A new platform is a folder with its settings (launcher.platforms.settings) and the platform that they open
-(launcher.platforms.base), and a line here.
+(launcher.platforms.base), and a line in this table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLATFORMS: Mapping[str, str] = MappingProxyType(
         "slurm": "launcher.platforms.slurm.settings:SlurmPlatformConfig",
     }
 )
-"""The `kind` that a config gives, and the class of its settings, which opens the platform. The first is the default."""
+"""The class of settings for each `kind` of a config. The first is the default."""
 
 
 def settings_classes() -> tuple[type[PlatformSettings], ...]:

@@ -1,11 +1,10 @@
-"""Jobs whose nodes keep logs in their attempt's directory, each read on from where the last look at it ended."""
+"""Logs in the attempt's directory: pages of the lines that the nodes have added, and the ids of such jobs."""
 
 from __future__ import annotations
 
 import json
 import re
 import time
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Annotated, ClassVar, Self
 from urllib.parse import parse_qs, quote, urlsplit
@@ -20,66 +19,62 @@ from litgpt_demo.runs import node_reports
 from litgpt_demo.storage import ReadCursor, Storage
 
 PAGE = 4 << 20
-"""Bytes or characters of logs that a page holds, more only where many nodes have their least share."""
+"""Bytes or characters of logs in a page. With many nodes it is larger: each has its least share."""
 _LEAST = 1 << 18
 _POSITIONS = TypeAdapter(
     dict[int, tuple[Annotated[int, Field(ge=0, le=2**53)], Annotated[str, Field(pattern="^[0-9a-f]{8}$")]]]
 )
 """The bytes of each node's log that were read, and their checksum.
 
-A position comes back from the run index, where nodes can write. A malformed one is a ValueError.
+Nodes can write to the run index, which stores a position. A malformed one is a ValueError.
 """
 
 
 @dataclass(frozen=True)
-class KeptJob:
-    """The content of a job's id where the platform forgets jobs: enough to find it, and what its nodes have left."""
+class JobRef:
+    """A job's id on a platform that forgets jobs: it finds the job, and the files that its nodes have left."""
 
     platform: ClassVar[str]
-    form: ClassVar[str]
-    """How its ids begin: a scheme, and the kind of place that follows."""
+    scheme: ClassVar[str]
 
-    place: str
+    scope: str
+    """The project or login node, which has the name."""
     name: str
     nodes: int
     directory: str
 
     @property
     def job_id(self) -> JobId:
-        scheme, kept = self.form.partition(":")[0], quote(self.directory, safe="/:")
-        return JobId(f"{scheme}://{self.place}/{self.name}?nodes={self.nodes}&kept={kept}")
+        directory = quote(self.directory, safe="/:")
+        return JobId(f"{self.scheme}://{self.scope}/{self.name}?nodes={self.nodes}&kept={directory}")
 
     @classmethod
     def of(cls, job_id: JobId) -> Self:
-        what = f"{job_id!r} is no job of {cls.platform}; ids look like {cls.form}/name?nodes=2&kept=…"
+        what = f"{job_id!r} is no job of {cls.platform}; ids look like {cls.scheme}://…/name?nodes=2&kept=…"
         try:
             url = urlsplit(job_id)
             query = parse_qs(url.query)
         except ValueError as error:
             raise ConfigProblem(what) from error
-        nodes, kept = (query.get(name, [""])[0] for name in ("nodes", "kept"))
-        if url.scheme != cls.form.partition(":")[0] or not re.fullmatch("[0-9]{1,5}", nodes) or not kept:
+        nodes, directory = (query.get(name, [""])[0] for name in ("nodes", "kept"))
+        if url.scheme != cls.scheme or not re.fullmatch("[0-9]{1,5}", nodes) or not directory:
             raise ConfigProblem(what)
-        return cls(url.netloc, url.path.strip("/"), int(nodes), kept)
-
-    def is_named(self, job_id: JobId) -> bool:
-        """Return whether an id is this job's; one that is damaged or forged is not."""
-        with suppress(ConfigProblem):
-            return self.of(job_id) == self
-        return False
+        return cls(url.netloc, url.path.strip("/"), int(nodes), directory)
 
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
-    """Return the lines that the nodes' logs have had added since `position`, node by node; PlatformUnreachable where
-    one cannot be read. `ended` says if the job had ended before this look: then a line without its end is a line too.
+    """Return the lines that the nodes have added to their logs since `position`, node by node.
+
+    `ended` says that the job had ended before this look: then an incomplete line is a line too. A log that cannot be
+    read raises PlatformUnreachable.
     """
-    positions = {node: ReadCursor(*place) for node, place in _POSITIONS.validate_json(position or "{}").items()}
+    positions = {node: ReadCursor(*read) for node, read in _POSITIONS.validate_json(position or "{}").items()}
     lines: list[LogLine] = []
-    share, more = max(_LEAST, PAGE // max(nodes, 1)), False  # one that floods silences no other
+    share, more = max(_LEAST, PAGE // max(nodes, 1)), False  # a node that floods its log silences no other node
     for node in range(nodes):
         name = f"node-{node}.log"
         try:
-            # A pod that comes back moves the log of its last life away; the new one is read from its beginning.
+            # A pod of the next life moves the log of the last one away. The new log is read from its beginning.
             begin, fresh = attempt.read_from(name, positions.get(node, ReadCursor()), most=share)
         except FileNotFoundError:
             begin, fresh = ReadCursor(), b""
@@ -87,12 +82,14 @@ def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogP
             raise PlatformUnreachable(f"{attempt.address(name)} cannot be read: {error}") from error
         full = len(fresh) == share
         if full or not ended:
-            # A line that fills a page by itself goes out in pieces: nobody waits for its end, and it is never held.
-            fresh = fresh[: fresh.rfind(b"\n") + 1] or (fresh if full else b"")
+            complete = fresh[: fresh.rfind(b"\n") + 1]
+            if complete or not full:
+                fresh = complete  # a line that is longer than a page is returned in pieces
         positions[node], more = begin.after(fresh), more or full
-        text = fresh.decode(errors="replace").removesuffix("\n")
-        lines += (LogLine(node, terminal_text(line)) for line in (text.split("\n") if fresh else ()))
-    return LogPage(tuple(lines), json.dumps({node: astuple(place) for node, place in positions.items()}), more)
+        if fresh:
+            text = fresh.decode(errors="replace").removesuffix("\n")
+            lines += [LogLine(node, terminal_text(line)) for line in text.split("\n")]
+    return LogPage(tuple(lines), json.dumps({node: astuple(read) for node, read in positions.items()}), more)
 
 
 def exit_codes(attempt: Storage, *, nodes: int, patience: float) -> dict[int, int]:

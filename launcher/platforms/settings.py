@@ -1,4 +1,4 @@
-"""The settings that every platform has, and the questions that shared code asks of them, instead of which they are."""
+"""The settings of every platform, and the properties that shared code uses instead of the kind of platform."""
 
 from __future__ import annotations
 
@@ -25,45 +25,45 @@ if TYPE_CHECKING:
 
 
 LONGEST_LABEL = 63
-"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035). What a name is
-made of NAME_PATTERN sees to."""
+"""Characters of a DNS label: pod names become host names, and Services need one (RFC 1123, RFC 1035). NAME_PATTERN has
+the permitted characters."""
 
 
 def only_recorded(claim: str, *, variable: str, value: str) -> ConfigProblem:
-    """Return the refusal of an address that only a record names, which whoever writes to the root may have forged."""
+    """Return the error for an address that only a record names: everyone who writes to the root may have forged it."""
     fix = f"if it is yours, export {variable}={value}, or give the verb a config that names it"
     what = f"only the job's record, which others may write, says that {claim}"
     return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 
 
 def drop_empty(**fields: Any) -> dict[str, Any]:
-    """The fields that ask for something: what is left out is the platform's own default."""
+    """Return the fields that have a value. The platform has a default for the others."""
     return {name: value for name, value in fields.items() if value}
 
 
 def without_default(schema: dict[str, Any]) -> None:
-    """Remove a default that depends on another field: a form must not send it."""
+    """Remove a default that depends on another field, because a form must not send it."""
     schema.pop("default", None)
 
 
-def _in_order_of_the_class(schema: dict[str, Any], model: type[PlatformSettings]) -> None:
-    """Put each inherited setting after the one that it follows in the base; the others stand as the class has them."""
+def _order_as_declared(schema: dict[str, Any], model: type[PlatformSettings]) -> None:
+    """Order settings as the class declares them. An inherited one follows the setting that precedes it in the base."""
     properties = schema["properties"]
     order = [name for name in get_annotations(model) if name in properties]
-    for before, name in pairwise(properties):
+    for predecessor, name in pairwise(properties):
         if name not in order:
-            order.insert(order.index(before) + 1, name)
+            order.insert(order.index(predecessor) + 1, name)
     schema["properties"] = {name: properties[name] for name in order}
     arrange_form(schema)
 
 
 class PlatformSettings(Settings):
-    """The `platform` section of a config. Each platform has a class of its own, told apart by `kind`."""
+    """The `platform` section of a config. Each platform has its own class, which `kind` selects."""
 
-    model_config = ConfigDict(json_schema_extra=_in_order_of_the_class, allow_inf_nan=False)
+    model_config = ConfigDict(json_schema_extra=_order_as_declared, allow_inf_nan=False)
 
     on_this_machine: ClassVar[bool] = False
-    """Nodes are processes of this machine: they have its files, packages, environment, memory and GPUs."""
+    """Nodes are processes of this machine, with its files, packages, environment, memory and GPUs."""
 
     opens: ClassVar[str]
     """The module and the class of the platform."""
@@ -76,54 +76,54 @@ class PlatformSettings(Settings):
     """The price of a node for an hour, in dollars; empty takes the list price of `machine`, where one is known."""
 
     def open(self) -> Platform:
-        """Return the platform, set up as these settings say. Its module is imported here, and not before."""
+        """Return the platform with these settings. Its module is imported only here."""
         opened: Platform = resolve_name(self.opens)(self)
         return opened
 
-    def open_recorded(self, given: PlatformSettings | None) -> Platform:
-        """Return the platform of a record's settings: whoever may write to the root's storage may have written them.
+    def open_recorded(self, config: PlatformSettings | None) -> Platform:
+        """Return the platform of a record's settings, which everyone who may write to the root may have written.
 
         Args:
-            given: the settings of the config that the user gave; None for a verb that was given a name.
+            config: the settings of the user's own config, None for a command with a run's name.
         """
         return self.open()
 
     @abstractmethod
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
-        """Yield a finding for each of these environment variables that ranks would not have."""
+        """Yield a finding for each of these environment variables that ranks would lack."""
 
     @property
     def in_containers(self) -> bool:
-        """Return whether nodes run the image of the config; otherwise they run an environment that is there."""
+        """Return whether nodes run the image of the config, and not an existing environment."""
         return not self.on_this_machine
 
     @property
     def hardware(self) -> str | None:
-        """Return the machine type or GPU of the nodes by the name that users know, None where it is not known."""
-        named: str | None = getattr(self, "machine", None)
-        return named
+        """Return the machine type or GPU of the nodes by its usual name, None if it is not known."""
+        machine: str | None = getattr(self, "machine", None)
+        return machine
 
     @property
     def region(self) -> str | None:
-        """Return the region of Google Cloud that the nodes are in, None where it is not known."""
-        location: str | None = getattr(self, "location", None)  # gke's may be a zone
+        """Return the Google Cloud region of the nodes, None if it is not known."""
+        location: str | None = getattr(self, "location", None)  # on GKE it may be a zone
         return location and re.sub("-[a-z]$", "", location)
 
     @property
     def machine_type(self) -> Machine | None:
-        """Return the nodes' entry in the table of machines, None where they have none."""
+        """Return the nodes' entry in the table of machines, None without one."""
         return MACHINES.get(self.hardware or "")
 
     @property
     def price(self) -> ListPrice | None:
-        """Return the price of a node, its user's or the list's; None where neither is known."""
+        """Return the price of a node: the user's, or the list price. None if neither is known."""
         if self.usd_per_hour is not None:
             return ListPrice(usd=self.usd_per_hour, region="", date="", source="platform.usd_per_hour")
         return self.machine_type.price if self.machine_type else None
 
     @property
     def fabric(self) -> Network | None:
-        """Return the network between the nodes, None where the platform has no choice of them.
+        """Return the network between the nodes, None if the platform has no choice of them.
 
         Raises:
             ConfigProblem: its release is not known.
@@ -132,13 +132,15 @@ class PlatformSettings(Settings):
 
     @property
     def driver(self) -> str | None:
-        """Return the GPU driver that the platform is asked to install, None where the machines' own is taken."""
-        named: str | None = getattr(self, "gpu_driver", None)
-        return named
+        """Return the GPU driver that the platform must install, None for the machines' own."""
+        driver: str | None = getattr(self, "gpu_driver", None)
+        return driver
 
     def for_measuring(self, *, sockets: bool) -> Self:
-        """Return the settings for a job that measures the network itself, with plain sockets if that is asked for.
-        It has no gate; the network's daemons and cards stay, so that nothing else differs."""
+        """Return the settings for a job that measures the network itself, or plain sockets on the same machines.
+
+        It has no network test. The network's daemons and cards stay, so that nothing else differs.
+        """
         overrides = {**getattr(self, "overrides", {}), "NCCL_NET": "Socket"}
         return self._changed(gate=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
 
@@ -147,8 +149,8 @@ class PlatformSettings(Settings):
         return self._changed(nodes=1, processes=1, gate=0, slice_nodes=None)
 
     def _changed(self, **changes: Any) -> Self:
-        there = type(self).model_fields
-        return self.model_copy(update={name: value for name, value in changes.items() if name in there})
+        fields = type(self).model_fields
+        return self.model_copy(update={name: value for name, value in changes.items() if name in fields})
 
 
 class ClusterSettings(PlatformSettings):
@@ -167,7 +169,7 @@ class ClusterSettings(PlatformSettings):
 
     @property
     def node_gpus(self) -> int:
-        """GPUs of each node; a part of one counts as one."""
+        """The number of GPUs of each node. A part of a GPU counts as one."""
         return self.machine_type.gpus if self.machine_type else math.ceil(getattr(self, "gpus", None) or 0)
 
     @field_validator("secrets")
@@ -181,15 +183,15 @@ class ClusterSettings(PlatformSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_rank_per_gpu(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("processes") is not None:
-            return given
-        machine = MACHINES.get(str(given.get("machine")))
+    def _one_rank_per_gpu(cls, section: Any) -> Any:
+        if not isinstance(section, Mapping) or section.get("processes") is not None:
+            return section
+        machine = MACHINES.get(str(section.get("machine")))
         try:
-            gpus = int(float(machine.gpus if machine else given.get("gpus") or 0))
-        except (TypeError, ValueError, OverflowError):  # no number: its own field says so
-            return given
-        return {**given, "processes": max(1, gpus)}
+            gpus = int(float(machine.gpus if machine else section.get("gpus") or 0))
+        except (TypeError, ValueError, OverflowError):  # the field `gpus` reports that this is no number
+            return section
+        return {**section, "processes": max(1, gpus)}
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that `secrets` does not name."""

@@ -139,7 +139,7 @@ class RunaiPlatform:
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """The id names the workload, and the folder that is read where Run:ai has forgotten it."""
         settings = self._settings
-        return WorkloadReference(settings.project, attempt_name, settings.nodes, directory).is_named(job_id)
+        return job_id == WorkloadReference(settings.project, attempt_name, settings.nodes, directory).job_id
 
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
         """Submit the workload. If a submission was not answered, look for the workload before submitting it again.

@@ -9,7 +9,7 @@ from launcher.environment import Entry, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job
 from launcher.networks.profile import Network
-from launcher.platforms.log_files import KeptJob
+from launcher.platforms.log_files import JobRef
 from launcher.platforms.runai.settings import RunaiPlatformConfig
 from launcher.platforms.settings import LONGEST_LABEL
 from litgpt_demo.node.rendezvous import PYTORCHJOB, SPEC, pack, plain
@@ -41,9 +41,9 @@ class Workload(NamedTuple):
     environment: list[Entry]
 
 
-class WorkloadReference(KeptJob):
+class WorkloadReference(JobRef):
     platform = "Run:ai"
-    form = "runai://project"
+    scheme = "runai"
 
 
 def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:

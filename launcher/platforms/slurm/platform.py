@@ -274,7 +274,7 @@ class SlurmPlatform:
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         settings = self._settings
-        return SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).is_named(job_id)
+        return job_id == SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).job_id
 
     def status(self, job_id: JobId) -> JobStatus:
         """Return what the queue says, else the accounts, else what the nodes have left in the run's folder.

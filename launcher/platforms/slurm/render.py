@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from launcher.environment import as_rows, node_environment
 from launcher.errors import ConfigProblem
 from launcher.job import UNBUILT, Job, Submission
-from launcher.platforms.log_files import KeptJob
+from launcher.platforms.log_files import JobRef
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import is_remote
@@ -19,11 +19,11 @@ _WAIT = 120
 """Seconds that the other nodes have to end by themselves, and to say what they saw, once the first has ended."""
 
 
-class SlurmJob(KeptJob):
-    """Its place is the login node, empty for this machine. Slurm numbers jobs anew; their names are ours."""
+class SlurmJob(JobRef):
+    """Its scope is the login node, empty for this machine. Slurm numbers jobs anew; their names are ours."""
 
     platform = "Slurm"
-    form = "slurm://host"
+    scheme = "slurm"
 
 
 def render(job: Job, settings: SlurmPlatformConfig) -> Submission:

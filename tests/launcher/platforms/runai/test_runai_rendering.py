@@ -128,5 +128,5 @@ def test_what_cannot_be_is_refused_with_the_fix(changes: dict[str, Any], words: 
 
 @given(project=st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True), nodes=st.integers(1, 99), folder=TEXT)
 def test_a_jobs_id_says_where_it_is_and_where_its_logs_are(project: str, nodes: int, folder: str) -> None:
-    reference = WorkloadReference(place=project, name="owt-1", nodes=nodes, directory=f"gs://bucket/{folder}")
+    reference = WorkloadReference(scope=project, name="owt-1", nodes=nodes, directory=f"gs://bucket/{folder}")
     assert WorkloadReference.of(reference.job_id) == reference
