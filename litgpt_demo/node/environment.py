@@ -1,4 +1,4 @@
-"""The environment of a node's ranks: the platform's, the network's scripts, its variables, and the user's own last."""
+"""The environment of a node's ranks: the platform's, then the network's scripts and variables, then the user's own."""
 
 from __future__ import annotations
 
@@ -19,34 +19,36 @@ from litgpt_demo.node import gpu
 from litgpt_demo.node.network import NodeNetwork
 from litgpt_demo.storage.private import make_temporary
 
-# Variables of ranks: the seconds that they have to save when they are asked to leave, and their node's NodeTimer.
+# Variables of ranks: the seconds that they have to save after SIGTERM, and their node's NodeTimer.
 GRACE, TIMES = "LITGPT_GRACE", "LITGPT_NODE_TIMES"
 
-# Source the scripts one after the other, and write down what came of it. A script that cannot do its work exits, and
-# takes the shell with it; the status of its last line means nothing. What it prints goes to the node's log.
+# Source the scripts in order, and write the resulting environment. A script that fails exits, and the shell with it.
+# The status of its last line means nothing. Its output goes to the node's log.
 _SOURCE = 'target="$1"; shift; for script in "$@"; do . "$script"; done; env -0 > "$target"'
 
 
 def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
-    """`environ` as the network wants it. Scripts overwrite what was set: the profile's and the user's come later."""
-
-    def with_libraries(environ: Mapping[str, str]) -> dict[str, str]:
-        there = filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
-        path = ":".join(dict.fromkeys((*network.library_paths, *there)))
-        return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
-
-    mine = with_libraries(environ)
+    """Return `environ` with the network's variables. Scripts overwrite variables, so the profile's and the user's are
+    set after them."""
+    variables = _with_libraries(environ, network.library_paths)
     if network.scripts:
-        mine = with_libraries(sourced(network.scripts, mine))
-    mine |= network.environment | network.overrides
+        variables = _with_libraries(sourced(network.scripts, variables), network.library_paths)
+    variables |= network.environment | network.overrides
     if network.hca is not None:
-        mine |= rdma(network, mine, root / "sys")
-    return mine
+        variables |= rdma(network, variables, root / "sys")
+    return variables
+
+
+def _with_libraries(environ: Mapping[str, str], folders: Sequence[str]) -> dict[str, str]:
+    existing = filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
+    path = ":".join(dict.fromkeys((*folders, *existing)))
+    return {**environ, "LD_LIBRARY_PATH": path} if path else dict(environ)
 
 
 def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment that shell scripts leave."""
-    if missing := [script for script in scripts if not Path(script).is_file()]:
+    """Return the environment after shell scripts."""
+    missing = [script for script in scripts if not Path(script).is_file()]
+    if missing:
         what = f"the network's script {', '.join(missing)} is not on this node"
         raise NodeError(what, fix="see whether the plug-in is installed on this node, and its folder mounted")
     with tempfile.TemporaryDirectory() as folder:
@@ -54,10 +56,10 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
         try:
             code = subprocess.call(["bash", "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ))
         except FileNotFoundError as error:
-            raise UserError("the network's scripts need bash, and the image has none", fix="install it") from error
+            raise UserError("the network's scripts need bash, but the image has none", fix="install it") from error
         if code != 0 or not target.exists():
             what = f"the network's scripts {', '.join(scripts)} ended with {code}"
-            raise UserError(what, fix="what they printed is above")
+            raise UserError(what, fix="their output is above")
         entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -76,118 +78,145 @@ _CARDS = (
 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Gid:
+    port: str
+    """`device:port`"""
+    index: int
+    address: str
+    kind: str
+    interface: str
+
+    @property
+    def is_usable(self) -> bool:
+        """NCCL reaches peers in other subnets by RoCE v2 over IPv4."""
+        is_ipv4 = self.address.startswith(_IPV4) and not self.address.endswith(":0000:0000")
+        return self.kind == "RoCE v2" and is_ipv4
+
+    def __str__(self) -> str:
+        return f"  {self.port:<16} {self.index:>3}  {self.address}  {self.kind:<11}  {self.interface or '-'}"
+
+
+def _gids(card: Path) -> Iterator[_Gid]:
+    """Yield the entries of a card that are in use."""
+    for port in sorted((card / "ports").glob("*")):
+        for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
+            # The type of an entry that is not in use cannot be read (EINVAL).
+            with contextlib.suppress(OSError):
+                address = path.read_text().strip()
+                if address == _UNUSED:
+                    continue
+                kind, interface = (port / "gid_attrs/types" / path.name).read_text().strip(), ""
+                with contextlib.suppress(OSError):  # an interface of another network namespace
+                    interface = (port / "gid_attrs/ndevs" / path.name).read_text().strip()
+                name = f"{card.name}:{port.name}"
+                yield _Gid(port=name, index=int(path.name), address=address, kind=kind, interface=interface)
+
+
 def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[str], int]:
-    """The ports for NCCL to use, `device:port` each, and the index that is right for all of them.
+    """Return the ports for NCCL to use, `device:port` each, and the index that is right for all of them.
 
-    NCCL can reach peers in other subnets by RoCE v2 over IPv4. The pod's own `interfaces` are on that network; other
-    pods' addresses can be in the same table.
+    Only this node's own `interfaces` count, because a table can also hold addresses of other pods.
     """
-
-    there = sorted((sys / "class/infiniband").glob("*"))
-    if not (cards := [card for card in there if card.name.startswith(prefix)]):
-        what = f"no RDMA card is called {prefix}*: there are {', '.join(card.name for card in there) or 'none'}"
-        raise NodeError(what, fix=f"look at {_CARDS}, or set the right prefix as NCCL_IB_HCA")
-    rows: list[str] = []
-    usable: list[tuple[str, int, str]] = []
-    for card in cards:
-        for port in sorted((card / "ports").glob("*")):
-            for path in sorted((port / "gids").glob("*"), key=lambda path: int(path.name)):
-                # The type of an entry that is not in use cannot be read (EINVAL).
-                with contextlib.suppress(OSError):
-                    if (address := path.read_text().strip()) == _UNUSED:
-                        continue
-                    kind, interface = (port / "gid_attrs/types" / path.name).read_text().strip(), ""
-                    with contextlib.suppress(OSError):  # of an interface in another network namespace
-                        interface = (port / "gid_attrs/ndevs" / path.name).read_text().strip()
-                    name = f"{card.name}:{port.name}"
-                    rows.append(f"  {name:<16} {path.name:>3}  {address}  {kind:<11}  {interface or '-'}")
-                    if kind == "RoCE v2" and address.startswith(_IPV4) and not address.endswith(":0000:0000"):
-                        usable.append((name, int(path.name), interface))
-    # Where the kernel tells no interface at all, there is nothing to choose by.
-    if interfaces and any(interface for _, _, interface in usable):
-        usable = [one for one in usable if one[2] in interfaces]
-    names, indices = [name for name, _, _ in usable], {index for _, index, _ in usable}
+    existing = sorted((sys / "class/infiniband").glob("*"))
+    cards = [card for card in existing if card.name.startswith(prefix)]
+    if not cards:
+        what = f"no RDMA card is called {prefix}*; the cards are {', '.join(card.name for card in existing) or 'none'}"
+        raise NodeError(what, fix=f"check {_CARDS}, or set the right prefix as NCCL_IB_HCA")
+    gids = [gid for card in cards for gid in _gids(card)]
+    usable = [gid for gid in gids if gid.is_usable]
+    # If the kernel reports no interface at all, all entries are candidates.
+    if interfaces and any(gid.interface for gid in usable):
+        usable = [gid for gid in usable if gid.interface in interfaces]
+    ports, indices = [gid.port for gid in usable], {gid.index for gid in usable}
     if not usable:
         what = f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}"
-        fix = f"look at {_CARDS}: the second interface has got no IPv4 address"
-    elif len(names) > len(set(names)):
-        what = f"one of the ports {', '.join(names)} has more than one address that is RoCE v2 over IPv4"
-        fix = "give the interface one address, or say which is meant: set NCCL_IB_GID_INDEX in platform.overrides"
+        fix = f"check {_CARDS}: the second interface has no IPv4 address"
+    elif len(ports) > len(set(ports)):
+        what = f"one of the ports {', '.join(ports)} has more than one address that is RoCE v2 over IPv4"
+        fix = "give the interface one address, or set NCCL_IB_GID_INDEX in platform.overrides"
     elif len(indices) > 1:
-        what = f"the ports {', '.join(names)} have their address that is RoCE v2 over IPv4 at different indices"
+        what = f"the ports {', '.join(ports)} have their address that is RoCE v2 over IPv4 at different indices"
         fix = "set NCCL_IB_HCA in platform.overrides to one card, or NCCL_IB_GID_INDEX=-1 with NCCL 2.21 or newer"
     else:
-        return names, indices.pop()
-    raise NodeError("\n".join([f"{what} in the table", *(rows or ["  (empty)"])]), fix=fix)
+        return ports, indices.pop()
+    raise NodeError("\n".join([f"{what} in the table", *(map(str, gids) if gids else ["  (empty)"])]), fix=fix)
 
 
 def infiniband_ports(sys: Path, prefix: str) -> list[str]:
-    """Return `device:port` of every native InfiniBand port that is up; a NodeError shows what each port says."""
+    """Return `device:port` of every native InfiniBand port that is up; a NodeError shows the state of each port."""
 
-    def told(port: Path, name: str) -> str:
+    def attribute(port: Path, name: str) -> str:
         with contextlib.suppress(OSError):
             return (port / name).read_text().strip()
         return "unknown"
 
-    ports = sorted((sys / "class/infiniband").glob(f"{prefix}*/ports/*"))
-    found = {f"{one.parent.parent.name}:{one.name}": (told(one, "link_layer"), told(one, "state")) for one in ports}
-    if up := [name for name, (layer, state) in found.items() if layer == "InfiniBand" and state.endswith("ACTIVE")]:
+    up, rows = [], []
+    for port in sorted((sys / "class/infiniband").glob(f"{prefix}*/ports/*")):
+        name = f"{port.parent.parent.name}:{port.name}"
+        layer, state = attribute(port, "link_layer"), attribute(port, "state")
+        rows.append(f"  {name:<16} {layer}  {state}")
+        if layer == "InfiniBand" and state.endswith("ACTIVE"):
+            up.append(name)
+    if up:
         return up
-    rows = [f"  {name:<16} {layer}  {state}" for name, (layer, state) in found.items()] or ["  none"]
     fix = "see `ibstat` on this node; set platform.ib_hca to the cards' names, or network: roce for Ethernet"
-    raise NodeError("\n".join([f"no InfiniBand port of {prefix}* is up; the ports are", *rows]), fix=fix)
+    raise NodeError(
+        "\n".join([f"no InfiniBand port of {prefix}* is up; the ports are", *(rows or ["  none"])]), fix=fix
+    )
 
 
 def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[str, str]:
-    """NCCL's card and GID index, where the user has not set them."""
+    """Return NCCL's card and GID index, unless the user has set them."""
     prefix = environ.get("NCCL_IB_HCA") or network.hca or ""
-    # The author of a list of cards, or of an exclusion, knows their indices.
+    # A user who sets a list of cards, or an exclusion, knows their indices.
     if "NCCL_IB_GID_INDEX" in environ or not re.fullmatch(r"[A-Za-z0-9_]+", prefix):
         return {}
+    # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
     if network.infiniband:
         return {"NCCL_IB_HCA": f"={','.join(infiniband_ports(sys, prefix))}"}
-    names, index = find_cards(sys, prefix, network.interfaces)
-    # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
-    return {"NCCL_IB_HCA": f"={','.join(names)}", "NCCL_IB_GID_INDEX": str(index)}
+    ports, index = find_cards(sys, prefix, network.interfaces)
+    return {"NCCL_IB_HCA": f"={','.join(ports)}", "NCCL_IB_GID_INDEX": str(index)}
 
 
-_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+_COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def with_compile_cache(environ: Mapping[str, str]) -> dict[str, str]:
-    """Let torch.compile keep the code that it makes, and loads again, where no other user of this machine can write.
+    """Return `environ` with a cache for torch.compile in which no other user of this machine can write.
 
-    Its own choice is a folder that is taken whoever made it (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
+    torch's own choice is a folder that it uses whoever made it (torch/_inductor/runtime/cache_dir_utils.py, of 2.13).
     """
-    with contextlib.suppress(FileNotFoundError):  # there is no temporary folder, and so no cache
-        if _COMPILED not in environ:
-            return {**environ, _COMPILED: str(make_temporary("torchinductor"))}
+    with contextlib.suppress(FileNotFoundError):  # without a temporary folder, there is no cache
+        if _COMPILE_CACHE not in environ:
+            return {**environ, _COMPILE_CACHE: str(make_temporary("torchinductor"))}
     return dict(environ)
 
 
 def require_executable_cache(environ: Mapping[str, str]) -> None:
-    """Check that code which torch.compile makes can be run from where it is kept."""
-    folder = Path(environ.get(_COMPILED) or tempfile.gettempdir()).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
-        what = f"train.compile keeps the programs that it makes in {folder}, from which none may be run (noexec)"
-        raise UserError(what, fix=f"set TMPDIR or {_COMPILED} to a folder elsewhere, or train.compile=none")
+    """Raise a UserError if programs in the cache of torch.compile cannot be executed."""
+    folder = Path(environ.get(_COMPILE_CACHE) or tempfile.gettempdir()).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if os.statvfs(existing).f_flag & getattr(os, "ST_NOEXEC", 0):
+        what = f"train.compile keeps its compiled programs in {folder}, which is mounted noexec"
+        raise UserError(what, fix=f"set TMPDIR or {_COMPILE_CACHE} to a folder elsewhere, or train.compile=none")
 
 
 def with_libcuda(environ: Mapping[str, str]) -> dict[str, str]:
     """Let triton and the linker find libcuda where only LD_LIBRARY_PATH leads to it, as on GKE (triton#2507).
 
-    triton asks TRITON_LIBCUDA_PATH first, then the loader's cache; a compiler asks LIBRARY_PATH.
+    triton reads TRITON_LIBCUDA_PATH first, then the loader's cache. A compiler reads LIBRARY_PATH.
     """
-    mine = dict(environ)
-    if gpu.libcuda_is_cached() or (folder := gpu.libcuda_folder(environ)) is None:
-        return mine
+    if gpu.libcuda_is_cached():
+        return dict(environ)
+    folder = gpu.libcuda_folder(environ)
+    if folder is None:
+        return dict(environ)
     if os.geteuid() == 0:
-        # Folders apart: ldconfig takes `a:b` for one folder, and says nothing. Failing is no harm: see below.
+        # One folder only: ldconfig reads `a:b` as one folder, silently. It may fail without harm: see below.
         subprocess.run(["/sbin/ldconfig", folder], capture_output=True, check=False)
-    mine.setdefault("TRITON_LIBCUDA_PATH", folder)
-    mine["LIBRARY_PATH"] = ":".join(dict.fromkeys((*filter(None, environ.get("LIBRARY_PATH", "").split(":")), folder)))
-    return mine
+    path = ":".join(dict.fromkeys((*filter(None, environ.get("LIBRARY_PATH", "").split(":")), folder)))
+    return {"TRITON_LIBCUDA_PATH": folder, **environ, "LIBRARY_PATH": path}
 
 
 @dataclass(kw_only=True)

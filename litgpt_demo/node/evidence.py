@@ -1,5 +1,5 @@
-"""What the ranks of a node left: how each that failed ended, and other traces of a bad end. They are picked here and
-judged on the launching side (launcher.runs.diagnosis). Every list and line is bounded.
+"""The evidence of a failed node: how each failed rank ended, and traces of the cause. The launching side judges them
+(launcher.runs.diagnosis). Every list and line is bounded.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Never
+from typing import Any, Literal, NamedTuple, Never
 
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, FailureClass, RankFailure, fault_of_exception
@@ -39,8 +39,8 @@ _OUTPUT = re.compile(
     r"|Fatal Python error|Segmentation fault|Bus error|Detected mismatch between collectives",
 )
 
-# Words of a loader or an abort, for a rank that left neither an error file nor a traceback.
-_LAST_WORDS = re.compile(
+# Lines of a loader or an abort, for a rank that left neither an error file nor a traceback.
+_LAST_LINES = re.compile(
     r"terminate called|what\(\):|can't open file|No module named|Fatal Python error"
     r"|^(?:Syntax|Indentation|Tab)Error:"
 )
@@ -48,7 +48,7 @@ _LAST_WORDS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One line that tells of a node's end."""
+    """One line of evidence."""
 
     source: Literal["kernel", "memory", "output", "recorder"]
     text: str
@@ -64,58 +64,71 @@ def rank_folders(log_dir: Path) -> dict[int, Path]:
 
 
 def read_failures(log_dir: Path) -> tuple[list[RankFailure], str | None]:
-    """Return what is known of the ranks that failed under `log_dir`, by local rank, and the exception that torchrun
-    itself fell over, such as a rendezvous that timed out, as `Name: message`.
+    """Return the failed ranks under `log_dir` by local rank, and the exception that ended torchrun itself, such as a
+    rendezvous that timed out, as `Name: message`.
 
-    Exit codes are torchrun's; where it was stopped before it could tell, the error files of torch's `@record` are all.
+    Exit codes are torchrun's. If it was stopped before it wrote them, only the error files of torch's `@record` exist.
     """
-    path, told = log_dir / FAILURES, dict[str, Any]()
+    path = log_dir / FAILURES
+    findings: dict[str, Any] = {}
     with suppress(FileNotFoundError, DataError):
-        told = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="the ranks' own logs tell the rest")
-    ended, folders = {one["local_rank"]: one for one in told.get("ranks", ())}, rank_folders(log_dir)
-    found = []
-    for rank in sorted(ended.keys() | folders.keys()):
-        message, traceback, when = _words(folders[rank], failed=rank in ended) if rank in folders else ("", [], None)
-        if rank not in ended and not message:
+        findings = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="read the ranks' own logs")
+    ended = {rank["local_rank"]: rank for rank in findings.get("ranks", ())}
+    folders = rank_folders(log_dir)
+    failures = []
+    for local_rank in sorted(ended.keys() | folders.keys()):
+        report = _Report()
+        if local_rank in folders:
+            report = _report(folders[local_rank], is_failed=local_rank in ended)
+        if local_rank not in ended and not report.message:
             continue
-        one = ended.get(rank, {"exit_code": None, "time": time.time()})
-        found.append(
+        end = ended.get(local_rank, {"exit_code": None, "time": time.time()})
+        failures.append(
             RankFailure(
-                local_rank=rank,
-                exit_code=one["exit_code"],
-                message=message,
-                traceback=tuple(traceback[-40:]),
-                time=one["time"] if when is None else when,
-                # Who was found silent may have been the one that the others waited for.
-                waits=fault_of_exception(message) is FailureClass.HANG and not re.match(r"(?:\w+\.)*Hung:", message),
+                local_rank=local_rank,
+                exit_code=end["exit_code"],
+                message=report.message,
+                traceback=tuple(report.traceback[-40:]),
+                time=end["time"] if report.time is None else report.time,
+                # The others may have waited for a silent rank.
+                waits=fault_of_exception(report.message) is FailureClass.HANG
+                and not re.match(r"(?:\w+\.)*Hung:", report.message),
             )
         )
-    return found, told.get("agent")
+    return failures, findings.get("agent")
 
 
-def _words(folder: Path, *, failed: bool) -> tuple[str, list[str], float | None]:
-    """A rank's exception, its traceback, and the time of its error file (None without one), which torch's `@record`
-    writes, and may be killed meanwhile. Without one there is the rank's error output, from its last traceback on if it
-    has one; else the words of a loader or an abort in it.
+class _Report(NamedTuple):
+    """A rank's exception, its traceback, and the time of its error file."""
+
+    message: str = ""
+    traceback: Sequence[str] = ()
+    time: float | None = None
+
+
+def _report(folder: Path, *, is_failed: bool) -> _Report:
+    """Read a rank's error file, which torch's `@record` writes, unless it is killed meanwhile. Without one, return the
+    last traceback of its error output, or the lines of a loader or an abort.
     """
     file = folder / "error.json"
     with suppress(FileNotFoundError, DataError, KeyError):
-        content = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="the rank's log tells the rest")
-        if isinstance(message := content["message"], str):
-            return message, [], file.stat().st_mtime
+        content = parse_json(file.read_bytes(), dict[str, Any], where=str(file), fix="read the rank's log")
+        message = content["message"]
+        if isinstance(message, str):
+            return _Report(message, time=file.stat().st_mtime)
         traceback = message.get("extraInfo", {}).get("py_callstack", "")
-        return message["message"], traceback.splitlines(), file.stat().st_mtime
-    if not failed:
-        return "", [], None
+        return _Report(message["message"], traceback.splitlines(), file.stat().st_mtime)
+    if not is_failed:
+        return _Report()
     # A rank in a process group prefixes its traceback (torch/distributed/distributed_c10d.py, _distributed_excepthook).
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in _last_lines(folder, 32_768)]
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
     if starts:
         lines = lines[starts[-1] :]
-        telling = [line for line in lines[1:] if line and not line.startswith(" ")]
+        messages = [line for line in lines[1:] if line and not line.startswith(" ")]
     else:
-        telling = [line.strip() for line in lines if _LAST_WORDS.search(line)]
-    return "\n".join(telling)[:2000], lines, None
+        messages = [line.strip() for line in lines if _LAST_LINES.search(line)]
+    return _Report("\n".join(messages)[:2000], lines)
 
 
 def _last_lines(folder: Path, size: int) -> list[str]:
@@ -126,26 +139,30 @@ def _last_lines(folder: Path, size: int) -> list[str]:
 
 
 def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: int) -> list[Trace]:
-    """Return the traces of a node that ended badly: of its `ranks` by number within the whole job, with the folder of
-    each one's output; of their dumps in `recorders`; of the kernel `since` then (by the epoch), and what it `killed`.
+    """Return the traces of a node that failed.
+
+    `ranks` maps a rank within the job to the folder of its output. Its dump is in `recorders`. `since` (of the epoch)
+    limits the kernel's log; `killed` is the number of processes that the kernel killed.
     """
-    found = []
+    traces = []
     if killed:
         text = f"the kernel killed {killed} of this container's processes for want of memory"
-        found.append(Trace(source="memory", text=text))
-    # Linux alone has it, and it may not be read in most containers. 3 is SYSLOG_ACTION_READ_ALL, syslog(2); the ring
-    # buffer is no larger by default (CONFIG_LOG_BUF_SHIFT).
+        traces.append(Trace(source="memory", text=text))
+    # Only Linux has it, and most containers may not read it. 3 is SYSLOG_ACTION_READ_ALL, syslog(2). The ring buffer is
+    # no larger by default (CONFIG_LOG_BUF_SHIFT).
     log, klogctl = ctypes.create_string_buffer(1 << 20), getattr(ctypes.CDLL(None), "klogctl", None)
-    if klogctl is not None and (read := klogctl(3, log, len(log))) > 0:
-        lines = kernel_lines(log.raw[:read].decode(errors="replace"), since=since)
-        found += [Trace(source="kernel", text=text) for text in lines]
+    size = klogctl(3, log, len(log)) if klogctl is not None else 0
+    if size > 0:
+        lines = kernel_lines(log.raw[:size].decode(errors="replace"), since=since)
+        traces += [Trace(source="kernel", text=text) for text in lines]
     for rank in ranks:
-        if come := recorded(recorders / f"{RECORDER}{rank}"):
-            found.append(Trace(source="recorder", text=come, rank=rank))
+        progress = recorded(recorders / f"{RECORDER}{rank}")
+        if progress is not None:
+            traces.append(Trace(source="recorder", text=progress, rank=rank))
     for rank, folder in ranks.items():
         lines = [_short(line) for line in _last_lines(folder, 262_144) if _OUTPUT.search(line)]
-        found += [Trace(source="output", text=text, rank=rank) for text in [*dict.fromkeys(lines)][-8:]]
-    return found[:64]  # what all ranks of a node say, and the kernel
+        traces += [Trace(source="output", text=text, rank=rank) for text in [*dict.fromkeys(lines)][-8:]]
+    return traces[:64]
 
 
 def _short(line: str) -> str:
@@ -153,15 +170,15 @@ def _short(line: str) -> str:
 
 
 def kernel_lines(log: str, *, since: float) -> list[str]:
-    """Return the last lines of the kernel's log that tell of a fault, of those written after `since`."""
-    begun = since - (time.time() - time.clock_gettime(time.CLOCK_MONOTONIC))
-    found = []
+    """Return the last lines of the kernel's log that report a fault after `since`."""
+    start = since - (time.time() - time.clock_gettime(time.CLOCK_MONOTONIC))
+    lines = []
     for line in log.splitlines():
-        # `<6>[  123.456789] words`; seconds since the start of the machine (printk.time, on in every distribution)
-        told = re.match(r"(?:<\d+>)?\[\s*(\d+\.\d+)\] ?(.*)", line)
-        if told is not None and float(told[1]) >= begun and _KERNEL.search(told[2]):
-            found.append(_short(told[2]))
-    return found[-16:]
+        # `<6>[  123.456789] message`; seconds since the start of the machine (printk.time, on in every distribution)
+        entry = re.match(r"(?:<\d+>)?\[\s*(\d+\.\d+)\] ?(.*)", line)
+        if entry is not None and float(entry[1]) >= start and _KERNEL.search(entry[2]):
+            lines.append(_short(entry[2]))
+    return lines[-16:]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -172,9 +189,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def recorded(dump: Path) -> str | None:
-    """Return how far a rank had come in the default process group by its flight recorder; None without a sound dump.
+    """Return the progress of a rank in the default process group by its flight recorder; None without a valid dump.
 
-    torch writes a pickle of dictionaries (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, 2.13); a rank's program
+    torch writes a pickle of dictionaries (torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, 2.13). A rank's program
     could have written anything.
     """
     try:
@@ -182,26 +199,29 @@ def recorded(dump: Path) -> str | None:
             return None
         with dump.open("rb") as file:
             status = _PlainUnpickler(file).load()["pg_status"]["0"]
-        begun, ended = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
-    except Exception:  # damaged pickles raise whatever the step that they broke raises
+        enqueued, completed = int(status["last_enqueued_collective"]), int(status["last_completed_collective"])
+    except Exception:  # a damaged pickle can raise any exception
         return None
-    return f"its flight recorder: last enqueued work: {begun}, last completed work: {ended}"
+    return f"its flight recorder: last enqueued work: {enqueued}, last completed work: {completed}"
 
 
 def out_of_memory_kills() -> int:
-    """Return how often the kernel killed a process of this container for want of memory; 0 where nobody counts.
+    """Return how often the kernel killed a process of this container for want of memory; 0 if it is not counted.
 
     The count is in cgroup v2's memory.events or v1's memory.oom_control. A container with a namespace of its own is the
-    root of what it sees; without one the group's path leads to it.
+    root of what it sees. Without one the group's path leads to it.
     """
-    root, groups, told = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), dict[str, str]()
-    for line in groups.read_text().splitlines() if groups.exists() else ():
-        # Controllers and path of each hierarchy: `4:memory:/docker/1f…`, `0::/` in version 2.
-        _, controllers, path = line.split(":", 2)
-        told |= dict.fromkeys(controllers.split(","), path)
+    root, groups = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+    path_of_controller: dict[str, str] = {}
+    if groups.exists():
+        for line in groups.read_text().splitlines():
+            # Controllers and path of each hierarchy: `4:memory:/docker/1f…`, `0::/` in version 2.
+            _, controllers, path = line.split(":", 2)
+            path_of_controller |= dict.fromkeys(controllers.split(","), path)
     for folder, controller, name in ((root, "", "memory.events"), (root / "memory", "memory", "memory.oom_control")):
-        for counter in (folder / told.get(controller, "/").strip("/") / name, folder / name):
-            words = counter.read_text().split() if counter.exists() else []
-            if "oom_kill" in words:
-                return int(words[words.index("oom_kill") + 1])
+        group = path_of_controller.get(controller, "/").strip("/")
+        for counter in (folder / group / name, folder / name):
+            fields = counter.read_text().split() if counter.exists() else []
+            if "oom_kill" in fields:
+                return int(fields[fields.index("oom_kill") + 1])
     return 0
