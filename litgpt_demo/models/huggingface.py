@@ -1,23 +1,22 @@
 """The architecture of `transformers` for a LitGPT model, and its config.json.
 
-LitGPT's own weight maps (litgpt.scripts.convert_lit_checkpoint) rename the tensors. They write no config, choose by the
-model's name, and leave out output projections that Hugging Face's own checkpoints tie to the embedding; a model that
-was trained here has its own. So the choice is made by what the model is, and nothing is left out.
+LitGPT's own weight maps (litgpt.scripts) rename the tensors. They write no config, choose by the model's name, and omit
+output projections that Hugging Face's own checkpoints tie to the embedding. A model that was trained here has its own
+projection. So the features of the model choose the family, and every tensor is renamed.
 
-config.json is in the form that the Hub's files have, which transformers 4 and 5 both read.
+config.json is in the form of the Hub's files, which transformers 4 and 5 both read.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from litgpt.config import Config
-from litgpt.scripts import convert_hf_checkpoint as maps_back
-from litgpt.scripts import convert_lit_checkpoint as maps
+from litgpt.scripts import convert_hf_checkpoint as to_litgpt
+from litgpt.scripts import convert_lit_checkpoint as to_transformers
 from torch import Tensor
 
 Fields = dict[str, Any]
@@ -26,112 +25,140 @@ Rename: TypeAlias = Callable[[Tensors], Tensors]
 """A function from tensors of one block, by one library's names, to the same by another's."""
 
 
+@dataclass(frozen=True)
+class _WeightMap:
+    """LitGPT's functions that rename tensors. Each fills its last but one argument from the last one."""
+
+    to_transformers: Callable[[Config, Tensors, Tensors], None]
+    to_litgpt: Callable[[Config, Fields, Fields, Tensors], None]
+    """The first dict keeps the queries, keys and values of blocks that are not complete yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Family:
+    architecture: str
+    features: Fields
+    """The features of its models that differ from _DEFAULT_FEATURES; a set lists several allowed values."""
+    fields: Callable[[Config], Fields]
+    """The fields of config.json besides those that every family has."""
+    weights: _WeightMap
+    known_as: Callable[[Config], str] = lambda config: config.name
+    """The name by which the weight map detects the family, where it goes by names."""
+
+    def matches(self, features: Fields) -> bool:
+        """Return whether transformers' class computes the same as a model with these features."""
+        for name, required in (_DEFAULT_FEATURES | self.features).items():
+            allowed = required if isinstance(required, set) else {required}
+            if features[name] not in allowed:
+                return False
+        return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
     """A model in Hugging Face's terms."""
 
     fields: Fields
     """config.json without token ids and dtype."""
-    rename: Rename
-    """From LitGPT's names to transformers'."""
-    back: Rename
-    """From transformers' names to LitGPT's; a KeyError where a name is none of this architecture's."""
+    config: Config
+    """LitGPT's, with the name by which the weight map detects the family."""
+    weights: _WeightMap
+    incomplete: Fields = field(default_factory=dict)
+    """Queries, keys and values that `rename_back` has read and not yet joined."""
 
+    def rename(self, tensors: Tensors) -> Tensors:
+        """Return tensors of one block, by LitGPT's names, by transformers' names."""
+        renamed: Tensors = {}
+        if self.fields["model_type"] == "olmo2":
+            # LitGPT's map for OLMo 2 expects another name of the norm after attention than LitGPT's model has.
+            tensors = {name.replace("post_attention_norm", "norm_2"): tensor for name, tensor in tensors.items()}
+        self.weights.to_transformers(self.config, renamed, tensors)
+        return renamed
 
-@dataclass(frozen=True)
-class _Family:
-    architecture: str
-    model_type: str
-    traits: Fields
-    """What `_traits` has to say of the model, where it is not _PLAIN; a set holds several values that will do."""
-    fields: Callable[[Config], Fields]
-    weights: Callable[..., None]
-    """One of LitGPT's maps."""
-    known_as: str = ""
-    """A name by which that map knows the family, where it goes by names."""
+    def rename_back(self, tensors: Tensors) -> Tensors:
+        """Return tensors of one block, by transformers' names, by LitGPT's; a KeyError for an unknown name."""
+        # LitGPT ties an output projection that is not among the tensors to the embedding.
+        renamed: Fields = {"lm_head.weight": None, "transformer.wte.weight": None}
+        self.weights.to_litgpt(self.config, self.incomplete, renamed, tensors)
+        return {name: tensor for name, tensor in renamed.items() if tensor is not None}
 
 
 def huggingface_model(config: Config) -> HuggingFaceModel | None:
-    """The model in Hugging Face's terms; None where transformers has no architecture that computes the same."""
-    traits = _traits(config)
-    for family in _FAMILIES:
-        wanted = _PLAIN | family.traits
-        if all(traits[name] in (one if isinstance(one, set) else {one}) for name, one in wanted.items()):
-            break
-    else:
-        return None
-
-    def rename(tensors: Tensors) -> Tensors:
-        renamed: Tensors = {}
-        if family.model_type == "olmo2":
-            # LitGPT's map back from OLMo 2 knows the norm after attention by a name that its model does not have.
-            tensors = {name.replace("post_attention_norm", "norm_2"): tensor for name, tensor in tensors.items()}
-        family.weights(known, renamed, tensors)
-        return renamed
-
-    def back(tensors: Tensors) -> Tensors:
-        # LitGPT takes an output projection that is not among the tensors for one that is tied to the embedding.
-        renamed: Fields = {"lm_head.weight": None, "transformer.wte.weight": None}
-        way_back(state_dict=renamed, hf_weights=tensors, **{one: given[one] for one in given if one in needs})
-        return {name: tensor for name, tensor in renamed.items() if tensor is not None}
-
-    known = replace(config, name=family.known_as or config.name)
-    map_name: str = getattr(family.weights, "func", family.weights).__name__  # of a partial one, what it calls
-    way_back: Callable[..., None] = getattr(maps_back, map_name.replace("_llama", "_hf_llama"))
-    given: Fields = {"config": known, "qkv_weights": {}}
-    needs = inspect.signature(way_back).parameters
-
-    sizes = {
-        "architectures": [family.architecture],
-        "model_type": family.model_type,
-        "vocab_size": config.padded_vocab_size,
-        "max_position_embeddings": config.block_size,
-        "hidden_size": config.n_embd,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.n_layer,
-        "num_attention_heads": config.n_head,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-    }
-    fields = sizes | family.fields(config)
-    return HuggingFaceModel(fields=fields, rename=rename, back=back)
+    """Return the model in Hugging Face's terms; None if no architecture of transformers computes the same."""
+    features = _architecture_features(config)
+    for model_type, family in _FAMILIES.items():
+        if not family.matches(features):
+            continue
+        common = {
+            "architectures": [family.architecture],
+            "model_type": model_type,
+            "vocab_size": config.padded_vocab_size,
+            "max_position_embeddings": config.block_size,
+            "hidden_size": config.n_embd,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": config.n_layer,
+            "num_attention_heads": config.n_head,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+        return HuggingFaceModel(
+            fields=common | family.fields(config),
+            config=replace(config, name=family.known_as(config)),
+            weights=family.weights,
+        )
+    return None
 
 
-def _traits(config: Config) -> Fields:
-    """All that one architecture computes and another does not: the config's fields, and what follows from several."""
-    adjustments = set(config.rope_adjustments or ())
-    llama3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
-    rope = "scaled" if adjustments or config.rope_condense_ratio != 1 else "unscaled"
-    if adjustments and (config.rope_condense_ratio != 1 or adjustments not in ({"factor"}, llama3)):
-        rope = "scaled in two ways"  # which transformers has not
+def _architecture_features(config: Config) -> Fields:
+    """Return all that distinguishes architectures: the config's fields, and features that follow from several."""
     name, whole_rotary = config.name, config.rope_n_elem == config.head_size
     windows = config.sliding_window_indices or () if config.sliding_window_size else ()
     grouped = config.n_expert_groups or config.n_shared_expert or config.first_k_dense_replace
     fields: Fields = vars(config)
     return fields | {
         "block": (config.norm_class_name, config.mlp_class_name),
-        # LitGPT itself goes by these words in a model's name: they say how it normalises.
+        # LitGPT itself goes by these words in a model's name: they decide how it normalises.
         "gemma": "Gemma" in name,
         "olmo": "OLMo" in name and config.norm_class_name == "LayerNorm",
         "norms": (config.norm_1, config.norm_2, config.post_attention_norm, config.post_mlp_norm),
         "qk_norm": config.norm_qk_type if config.norm_qk else "",
         "square": config.head_size * config.n_head == config.n_embd,
         "queries": {1: "one", config.n_head: "own"}.get(config.n_query_groups, "groups"),
-        "windows": "none" if not any(windows) else "all" if all(windows) else "some",
-        "rope": rope,
+        "windows": _windows(list(windows)),
+        "rope": _rope_scaling(config),
         "whole_rotary": whole_rotary,
         "two_ropes": config.rope_local_base_freq is not None,
         "ropes_by_windows": config.rope_indices in (None, config.sliding_window_indices),
+        # Falcon has a norm for attention and another for the MLP, or one query group (or one for each head).
+        "falcon_norms": not config.shared_attention_norm or config.n_query_groups in (1, config.n_head),
         "phi3": name.lower().startswith(("phi-3", "phi-4")) or not whole_rotary,
         "softcaps": (config.attention_logit_softcapping is not None, config.final_logit_softcapping is not None),
         "attention_scale": config.attention_scores_scalar not in (None, config.head_size),
         "latent_attention": config.latent_attention is not None,
-        # Anything but: every expert may be chosen, by a softmax over those that are.
+        # True unless routing is plain: every expert may be chosen, by a softmax over the chosen ones.
         "grouped_experts": config.mlp_class_name == "LLaMAMoE" and bool(grouped or config.routed_scaling_factor != 1.0),
     }
 
 
-_PLAIN: Fields = {
+def _windows(layers: list[int]) -> str:
+    """Return which layers attend to a sliding window only."""
+    if not any(layers):
+        return "none"
+    return "all" if all(layers) else "some"
+
+
+def _rope_scaling(config: Config) -> str:
+    adjustments = set(config.rope_adjustments or ())
+    condensed = config.rope_condense_ratio != 1
+    llama3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len"}
+    if not adjustments:
+        return "scaled" if condensed else "unscaled"
+    if condensed or adjustments not in ({"factor"}, llama3):
+        return "not of transformers"
+    return "scaled"
+
+
+_DEFAULT_FEATURES: Fields = {
     "gemma": False,
     "olmo": False,
     "norms": (True, True, False, False),
@@ -163,19 +190,20 @@ _LATER_GEMMA: Fields = _GEMMA | {
 
 
 def _rope(config: Config) -> Fields:
-    scaling: Fields | None = None
+    fields: Fields = {"rope_theta": float(config.rope_base)}
+    adjusted = config.rope_adjustments
     if config.rope_condense_ratio != 1:
-        scaling = {"rope_type": "linear", "factor": float(config.rope_condense_ratio)}
-    if adjusted := config.rope_adjustments:
-        scaling = {"rope_type": "linear", "factor": float(adjusted["factor"])}
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": float(config.rope_condense_ratio)}
+    if adjusted:
+        fields["rope_scaling"] = {"rope_type": "linear", "factor": float(adjusted["factor"])}
         if "low_freq_factor" in adjusted:
-            scaling |= {
+            fields["rope_scaling"] |= {
                 "rope_type": "llama3",
                 "low_freq_factor": float(adjusted["low_freq_factor"]),
                 "high_freq_factor": float(adjusted["high_freq_factor"]),
                 "original_max_position_embeddings": adjusted["original_max_seq_len"],
             }
-    return {"rope_theta": float(config.rope_base)} | ({"rope_scaling": scaling} if scaling else {})
+    return fields
 
 
 def _gelu(config: Config) -> str:
@@ -225,121 +253,196 @@ _gemma_fields = partial(_llama_fields, hidden_act="gelu_pytorch_tanh", hidden_ac
 
 def _gemma2_fields(config: Config) -> Fields:
     windowed = config.sliding_window_indices or [0] * config.n_layer
-    # transformers' own choice, sdpa, leaves the cap of attention scores out. Of a config.json it reads this name, while
-    # its argument `attn_implementation`, given or not, takes the place of a field of that name.
-    eager = {"_attn_implementation": "eager"} if config.attention_logit_softcapping is not None else {}
-    return (
-        _gemma_fields(config)
-        | eager
-        | {
-            "query_pre_attn_scalar": config.attention_scores_scalar or config.head_size,
-            "attn_logit_softcapping": config.attention_logit_softcapping,
-            "final_logit_softcapping": config.final_logit_softcapping,
-            "sliding_window": config.sliding_window_size or config.block_size,
-            "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
-        }
+    fields: Fields = _gemma_fields(config) | {
+        "query_pre_attn_scalar": config.attention_scores_scalar or config.head_size,
+        "attn_logit_softcapping": config.attention_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "sliding_window": config.sliding_window_size or config.block_size,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in windowed],
+    }
+    if config.attention_logit_softcapping is not None:
+        # transformers' default, sdpa, omits the cap of attention scores. It reads this name from a config.json, while
+        # its argument `attn_implementation`, given or not, replaces a field of that name.
+        fields["_attn_implementation"] = "eager"
+    return fields
+
+
+def _gemma3_fields(config: Config) -> Fields:
+    return _gemma2_fields(config) | {"rope_local_base_freq": float(config.rope_local_base_freq or config.rope_base)}
+
+
+def _gpt_neox_fields(config: Config) -> Fields:
+    return _layer_norm_fields(
+        config,
+        rotary_pct=config.rotary_percentage,
+        rotary_emb_base=config.rope_base,
+        use_parallel_residual=config.parallel_residual,
+        attention_bias=True,
     )
 
 
-_FAMILIES = (  # in the order in which they are tried
-    _Family(
-        "GPTNeoXForCausalLM", "gpt_neox",
-        _OLD | {"bias": True, "shared_attention_norm": False, "queries": "own"},
-        lambda config: _layer_norm_fields(
-            config, rotary_pct=config.rotary_percentage, rotary_emb_base=config.rope_base,
-            use_parallel_residual=config.parallel_residual, attention_bias=True,
-        ),
-        maps.copy_weights_gpt_neox,
+def _phi3_fields(config: Config) -> Fields:
+    return _llama_fields(
+        config,
+        partial_rotary_factor=config.rotary_percentage,
+        sliding_window=config.sliding_window_size if any(config.sliding_window_indices or ()) else None,
+        pad_token_id=None,  # its default is 32000, which a smaller vocabulary does not have
+    )
+
+
+def _mistral_fields(config: Config) -> Fields:
+    return _llama_fields(config, sliding_window=config.sliding_window_size)
+
+
+def _qwen3_moe_fields(config: Config) -> Fields:
+    return _llama_fields(
+        config,
+        moe_intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
+        num_experts=config.n_expert,
+        num_experts_per_tok=config.n_expert_per_token,
+        norm_topk_prob=True,  # a softmax over the chosen experts
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        use_sliding_window=False,
+    )
+
+
+def _mixtral_fields(config: Config) -> Fields:
+    return _llama_fields(
+        config,
+        intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
+        num_local_experts=config.n_expert,
+        num_experts_per_tok=config.n_expert_per_token,
+        sliding_window=None,
+    )
+
+
+def _falcon_name(config: Config) -> str:
+    """Return a name of the kind of Falcon: the larger ones have a norm for attention and another for the MLP."""
+    return "falcon-7b" if config.shared_attention_norm else "falcon-40b"
+
+
+# LitGPT's functions differ in their arguments.
+_GPT_NEOX_WEIGHTS = _WeightMap(
+    to_transformers.copy_weights_gpt_neox,
+    lambda config, incomplete, made, tensors: to_litgpt.copy_weights_gpt_neox(config, made, tensors),
+)
+_FALCON_WEIGHTS = _WeightMap(
+    to_transformers.copy_weights_falcon,
+    lambda config, incomplete, made, tensors: to_litgpt.copy_weights_falcon(config, made, tensors),
+)
+_PHI_WEIGHTS = _WeightMap(to_transformers.copy_weights_phi, to_litgpt.copy_weights_phi)
+_LLAMA_WEIGHTS = _WeightMap(to_transformers.copy_weights_llama, to_litgpt.copy_weights_hf_llama)
+_QWEN2_WEIGHTS = _WeightMap(to_transformers.copy_weights_qwen_2_5, to_litgpt.copy_weights_qwen_2_5)
+_QWEN3_WEIGHTS = _WeightMap(to_transformers.copy_weights_qwen_3, to_litgpt.copy_weights_qwen_3)
+_OLMO2_WEIGHTS = _WeightMap(to_transformers.copy_weights_olmo2, to_litgpt.copy_weights_olmo2)
+_GEMMA2_WEIGHTS = _WeightMap(
+    partial(to_transformers.copy_weights_gemma_2, untie_weights=False),
+    lambda config, incomplete, made, tensors: to_litgpt.copy_weights_gemma_2(incomplete, made, tensors),
+)
+_GEMMA3_WEIGHTS = _WeightMap(
+    partial(to_transformers.copy_weights_gemma_3, untie_weights=False),
+    lambda config, incomplete, made, tensors: to_litgpt.copy_weights_gemma_3(incomplete, made, tensors, config=config),
+)
+
+# By transformers' `model_type`, in the order in which they are tried: a Phi-3 has the features of a Llama too.
+_FAMILIES = {
+    "gpt_neox": _Family(
+        architecture="GPTNeoXForCausalLM",
+        features=_OLD | {"bias": True, "shared_attention_norm": False, "queries": "own"},
+        fields=_gpt_neox_fields,
+        weights=_GPT_NEOX_WEIGHTS,
     ),
-    _Family(
-        "PhiForCausalLM", "phi",
-        _OLD | {"bias": True, "parallel_residual": True, "shared_attention_norm": True, "lm_head_bias": True},
-        _partly_rotated_fields, maps.copy_weights_phi, "phi-2",
+    "phi": _Family(
+        architecture="PhiForCausalLM",
+        features=_OLD | {"bias": True, "parallel_residual": True, "shared_attention_norm": True, "lm_head_bias": True},
+        fields=_partly_rotated_fields,
+        weights=_PHI_WEIGHTS,
+        known_as=lambda config: "phi-2",
     ),
-    _Family(
-        "FalconForCausalLM", "falcon",
-        _OLD | _UNBIASED | {"parallel_residual": True, "whole_rotary": True, "shared_attention_norm": False},
-        _falcon_fields, maps.copy_weights_falcon, "falcon-40b",  # the map tells its two kinds by these names
+    "falcon": _Family(
+        architecture="FalconForCausalLM",
+        features=_OLD | _UNBIASED | {"parallel_residual": True, "whole_rotary": True, "falcon_norms": True},
+        fields=_falcon_fields,
+        weights=_FALCON_WEIGHTS,
+        known_as=_falcon_name,
     ),
-    _Family(
-        "FalconForCausalLM", "falcon",
-        _OLD | _UNBIASED | {"parallel_residual": True, "whole_rotary": True, "queries": {"one", "own"}},
-        _falcon_fields, maps.copy_weights_falcon, "falcon-7b",
+    "phi3": _Family(
+        architecture="Phi3ForCausalLM",
+        features=_LLAMA
+        | {"windows": {"none", "all"}, "rope": "unscaled", "phi3": True, "square": True, "whole_rotary": {True, False}},
+        fields=_phi3_fields,
+        weights=_PHI_WEIGHTS,
+        known_as=lambda config: "Phi-3",
     ),
-    _Family(
-        "Phi3ForCausalLM", "phi3",
-        _LLAMA | {
-            "windows": {"none", "all"}, "rope": "unscaled", "phi3": True, "square": True, "whole_rotary": {True, False},
-        },
-        lambda config: _llama_fields(
-            config, partial_rotary_factor=config.rotary_percentage,
-            sliding_window=config.sliding_window_size if any(config.sliding_window_indices or ()) else None,
-            pad_token_id=None,  # its default is 32000, which a smaller vocabulary does not have
-        ),
-        maps.copy_weights_phi, "Phi-3",
+    "llama": _Family(
+        architecture="LlamaForCausalLM",
+        features=_LLAMA,
+        fields=partial(_llama_fields, mlp_bias=False),
+        weights=_LLAMA_WEIGHTS,
     ),
-    _Family("LlamaForCausalLM", "llama", _LLAMA, partial(_llama_fields, mlp_bias=False), maps.copy_weights_llama),
-    _Family(
-        "MistralForCausalLM", "mistral", _LLAMA | {"windows": "all"},
-        lambda config: _llama_fields(config, sliding_window=config.sliding_window_size), maps.copy_weights_llama,
+    "mistral": _Family(
+        architecture="MistralForCausalLM",
+        features=_LLAMA | {"windows": "all"},
+        fields=_mistral_fields,
+        weights=_LLAMA_WEIGHTS,
     ),
-    _Family(
-        "Qwen2ForCausalLM", "qwen2", _LLAMA | {"attn_bias": True},
-        partial(_llama_fields, use_sliding_window=False), maps.copy_weights_qwen_2_5,
+    "qwen2": _Family(
+        architecture="Qwen2ForCausalLM",
+        features=_LLAMA | {"attn_bias": True},
+        fields=partial(_llama_fields, use_sliding_window=False),
+        weights=_QWEN2_WEIGHTS,
     ),
-    _Family(
-        "Qwen3ForCausalLM", "qwen3", _LLAMA | {"qk_norm": "default"},
-        partial(_llama_fields, use_sliding_window=False), maps.copy_weights_qwen_3,
+    "qwen3": _Family(
+        architecture="Qwen3ForCausalLM",
+        features=_LLAMA | {"qk_norm": "default"},
+        fields=partial(_llama_fields, use_sliding_window=False),
+        weights=_QWEN3_WEIGHTS,
     ),
-    _Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS | {"qk_norm": "default"},
-        lambda config: _llama_fields(
-            config,
-            moe_intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
-            num_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token,
-            norm_topk_prob=True,  # what a softmax over the chosen experts is
-            decoder_sparse_step=1, mlp_only_layers=[], use_sliding_window=False,
-        ),
-        maps.copy_weights_qwen_3,
+    "qwen3_moe": _Family(
+        architecture="Qwen3MoeForCausalLM",
+        features=_EXPERTS | {"qk_norm": "default"},
+        fields=_qwen3_moe_fields,
+        weights=_QWEN3_WEIGHTS,
     ),
-    _Family(
-        "MixtralForCausalLM", "mixtral", _EXPERTS,
-        lambda config: _llama_fields(
-            config,
-            intermediate_size=int(config.moe_intermediate_size or config.intermediate_size),
-            num_local_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token, sliding_window=None,
-        ),
-        maps.copy_weights_llama,
+    "mixtral": _Family(
+        architecture="MixtralForCausalLM", features=_EXPERTS, fields=_mixtral_fields, weights=_LLAMA_WEIGHTS
     ),
-    _Family(
-        "StableLmForCausalLM", "stablelm", _LAYER_NORM,
-        partial(_partly_rotated_fields, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False),
-        maps.copy_weights_llama,
+    "stablelm": _Family(
+        architecture="StableLmForCausalLM",
+        features=_LAYER_NORM,
+        fields=partial(_partly_rotated_fields, hidden_act="silu", use_qkv_bias=False, use_parallel_residual=False),
+        weights=_LLAMA_WEIGHTS,
     ),
-    _Family(
-        "OlmoForCausalLM", "olmo",
-        _LAYER_NORM | {"olmo": True, "whole_rotary": True, "norm_eps": 1e-5},  # transformers' class has no other
-        partial(_llama_fields, clip_qkv=None), maps.copy_weights_llama,
+    "olmo": _Family(
+        architecture="OlmoForCausalLM",
+        features=_LAYER_NORM | {"olmo": True, "whole_rotary": True, "norm_eps": 1e-5},  # transformers' has no other
+        fields=partial(_llama_fields, clip_qkv=None),
+        weights=_LLAMA_WEIGHTS,
     ),
-    _Family(
-        "Olmo2ForCausalLM", "olmo2",
-        _LLAMA | {"qk_norm": "olmo2", "norms": (False, False, True, True), "square": True},
-        _llama_fields, maps.copy_weights_olmo2,
+    "olmo2": _Family(
+        architecture="Olmo2ForCausalLM",
+        features=_LLAMA | {"qk_norm": "olmo2", "norms": (False, False, True, True), "square": True},
+        fields=_llama_fields,
+        weights=_OLMO2_WEIGHTS,
     ),
-    _Family("GemmaForCausalLM", "gemma", _GEMMA, _gemma_fields, maps.copy_weights_llama),
-    _Family(
-        "Gemma2ForCausalLM", "gemma2",
-        _LATER_GEMMA | {"softcaps": {(False, False), (False, True), (True, False), (True, True)}},
-        _gemma2_fields, partial(maps.copy_weights_gemma_2, untie_weights=False),
+    "gemma": _Family(architecture="GemmaForCausalLM", features=_GEMMA, fields=_gemma_fields, weights=_LLAMA_WEIGHTS),
+    "gemma2": _Family(
+        architecture="Gemma2ForCausalLM",
+        features=_LATER_GEMMA | {"softcaps": {(False, False), (False, True), (True, False), (True, True)}},
+        fields=_gemma2_fields,
+        weights=_GEMMA2_WEIGHTS,
     ),
-    _Family(
-        "Gemma3ForCausalLM", "gemma3_text",
-        _LATER_GEMMA | {
-            "softcaps": {(False, False), (False, True)}, "qk_norm": "default", "two_ropes": {True, False},
+    "gemma3_text": _Family(
+        architecture="Gemma3ForCausalLM",
+        features=_LATER_GEMMA
+        | {
+            "softcaps": {(False, False), (False, True)},
+            "qk_norm": "default",
+            "two_ropes": {True, False},
             "ropes_by_windows": True,
         },
-        lambda config: _gemma2_fields(config)
-        | {"rope_local_base_freq": float(config.rope_local_base_freq or config.rope_base)},
-        partial(maps.copy_weights_gemma_3, untie_weights=False),
+        fields=_gemma3_fields,
+        weights=_GEMMA3_WEIGHTS,
     ),
-)  # fmt: skip
+}

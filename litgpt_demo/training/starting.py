@@ -142,7 +142,7 @@ def _parts(config: Config, origin: InitialWeights, folder: Path, *, forms: bool 
 
         for _, names in groupby(sorted(where, key=block), block):
             try:
-                part = {} if found is None else found.back({name: read(name) for name in names})
+                part = {} if found is None else found.rename_back({name: read(name) for name in names})
             except KeyError as error:
                 raise DataError(f"{origin.name} has a tensor {error}, and this model has none", fix=_FIX) from error
             if tied and "transformer.wte.weight" in part:

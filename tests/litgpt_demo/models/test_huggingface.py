@@ -96,7 +96,7 @@ def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_t
         # And back, as weights that a training starts from.
         from safetensors.torch import load_file
 
-        back = found.back(load_file(folder / "model.safetensors"))
+        back = found.rename_back(load_file(folder / "model.safetensors"))
         assert back.keys() == model.state_dict().keys(), name
         assert all(torch.equal(back[one], tensor) for one, tensor in model.state_dict().items()), name
 
