@@ -47,7 +47,15 @@ from launcher.job import LogLine
 from launcher.runs import waiting
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
-from launcher.runs.listing import Target, find, find_started_with, leftovers, remove_leftover, run_rows, table_of
+from launcher.runs.listing import (
+    Target,
+    find_started_with,
+    orphaned_resources,
+    remove_orphaned_resource,
+    resolve_target,
+    run_rows,
+    table_of,
+)
 from launcher.runs.sweeps import trials
 from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
@@ -723,7 +731,7 @@ def reap(
             for what in [str(one) for one in reaped] or ["no job goes on whose flow run is cancelled"]:
                 _say(escape(what))
     index = Index.of(root)
-    found = leftovers(index)
+    found = orphaned_resources(index)
     those = [one for one in found if one.job_id is not None]
     unknown = unknown or len(those) < len(found)
     question = f"remove all of it, {len(those)} attempts?"
@@ -736,7 +744,7 @@ def reap(
         those = []
     for one in those:
         try:
-            gone = remove_leftover(index, one)
+            gone = remove_orphaned_resource(index, one)
             removed += [str(one.job_id)] if gone else []
             lives = f"{one.run} lives again, and was left alone"
             _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
@@ -756,7 +764,7 @@ def target_of(words: str, overrides: list[str] | None, profile: Path | None, roo
         raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
     if profile is not None:
         raise ConfigProblem(f"--platform={profile} belongs to a config; {words!r} is a run's name, found under --root")
-    return find(words, root=root)
+    return resolve_target(words, root=root)
 
 
 def _answer(found: T) -> T:

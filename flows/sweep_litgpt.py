@@ -29,7 +29,7 @@ from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, resolv
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.run import Run
 from launcher.runs.search import Search
-from launcher.runs.sweeps import Trial, begun_before, runs_of, sweep_name, trial_of, trials
+from launcher.runs.sweeps import Trial, existing_trial_params, runs_of, sweep_name, trial_of, trials
 from launcher.runs.waiting import pause
 from litgpt_demo import timeouts
 from litgpt_demo.config import DataConfig
@@ -45,15 +45,15 @@ from tasks.steps import emit, opaque
 
 PRUNED = "pruned"
 GPUS = "gpus"
-"""The global concurrency limit of Prefect's that all sweeps share, where somebody has made one of that name."""
+"""The name of Prefect's global concurrency limit that all sweeps share, if somebody has created it."""
 
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
 @takes(SweepConfig)
 async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
-    """Train several variants of a training; returns the table, best first. One that fails does not end the others."""
-    # A sweep that goes on reads what its trials have left: finished ones stay, and live ones are followed.
+    """Train several variants of a training; returns the table, best first. A failed trial does not end the others."""
+    # A resumed sweep reads the runs of its trials: finished trials stay, and it reattaches to live ones.
     index, sweep = Index.of(config.root), sweep_name(config)
     await asyncio.to_thread(resolve_name_conflicts, config, sweep=sweep)
     first = await asyncio.to_thread(trials, config)
@@ -62,37 +62,40 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     works = dict(zip(map(str, first), runs, strict=True))
     await report_findings(partial(findings_of, config, works), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
-    for dataset in {run.dataset.key: run.dataset for run in runs}.values():
+    datasets = {run.dataset.key: run.dataset for run in runs}
+    for dataset in datasets.values():
         await prepare_dataset(opaque(dataset), root=config.root, workers=config.workers)
-    going = _Sweep(config, sweep, index, watch, plan)
-    await asyncio.to_thread(going.take_up)
+    state = _Sweep(config, sweep, index, watch, plan)
+    await asyncio.to_thread(state.resume_trials)
     count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials
-    emit(Note(what=f"{count} trials, {config.sweep.max_parallel} at a time; {len(going.outcomes)} are done"))
+    emit(Note(what=f"{count} trials, {config.sweep.max_parallel} at a time; {len(state.outcomes)} are done"))
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(config.sweep.max_parallel):
-                group.create_task(going.work())
-    except BaseExceptionGroup as several:  # the sweep was cancelled: the others have ended with it
-        raise several.exceptions[0] from None
-    outcomes = list(going.outcomes.values())
+                group.create_task(state.worker_loop())
+    except BaseExceptionGroup as group_error:  # the sweep was cancelled, and the other trials have ended with it
+        raise group_error.exceptions[0] from None
+    outcomes = list(state.outcomes.values())
     table, best = sweeps.table(outcomes), best_yaml(outcomes)
     await acreate_table_artifact(table, key=f"sweep-{sweep}", description="Trials, best first")
     if best is None:
-        why = next((one.ended for one in outcomes), "none was begun")
+        why = outcomes[0].ended if outcomes else "none was begun"
         raise LauncherError(f"none of {len(outcomes)} trials has a model; the first: {why}")
-    page = await asyncio.to_thread(sweeps.html, sweep, outcomes, going.search)
-    await asyncio.to_thread(going.storage.write, "sweep.html", page.encode())
-    await asyncio.to_thread(going.storage.write, "best.yaml", best.encode())
+    page = await asyncio.to_thread(sweeps.html, sweep, outcomes, state.search)
+    await asyncio.to_thread(state.storage.write, "sweep.html", page.encode())
+    await asyncio.to_thread(state.storage.write, "best.yaml", best.encode())
     await acreate_markdown_artifact(f"```yaml\n{best}\n```", key=f"best-{sweep}", description="The best trial's config")
     for name in ("best.yaml", "sweep.html"):
-        emit(Note(what=f"{name.partition('.')[0]}: {going.storage.address(name)}"))
+        emit(Note(what=f"{name.partition('.')[0]}: {state.storage.address(name)}"))
     return table
 
 
 @asynccontextmanager
 async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
-    """Hold so many slots of the limit that all sweeps share, if there is one; say so where they are waited for. The
-    server takes back the slots of a process that was killed after `lease` seconds."""
+    """Hold `count` slots of the limit that all sweeps share, if it exists, and report a wait for them.
+
+    The server takes back the slots of a killed process after `lease` seconds.
+    """
     async with get_client() as client:
         try:
             limit = await client.read_global_concurrency_limit_by_name(GPUS)
@@ -107,7 +110,7 @@ async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
     if limit.active_slots + count > limit.limit:
         taken = f"{limit.active_slots} of {limit.limit} are taken"
         emit(Note(what=f"waits for {count} slots of Prefect's limit {GPUS}: {taken}"))
-    # A lease that is lost while Prefect's server restarts ends no training.
+    # A training continues if the lease is lost while Prefect's server restarts.
     async with concurrency(GPUS, count, lease_duration=lease, raise_on_lease_renewal_failure=False):
         yield
 
@@ -120,80 +123,94 @@ class _Sweep:
         self.config, self.index, self._plan = config, index, plan
         self.storage = open_storage(config.root).within(f"sweeps/{name}")
         self.search, self.outcomes = Search(config.sweep), dict[int, Outcome]()
-        self._watch, self._waiting, self._asking = watch, deque[tuple[int, Trial, Run]](), asyncio.Lock()
-        self._runs, self._ending = set[str](), dict[str, asyncio.Task[None]]()
+        self._watch, self._ask_lock = watch, asyncio.Lock()
+        self._pending = deque[tuple[int, Trial, Run]]()
+        self._runs, self._prune_tasks = set[str](), dict[str, asyncio.Task[None]]()
         self._running = dict[int, tuple[Trial, Run]]()
         self._newest = dict[int, tuple[int, float, bool]]()  # evaluations that are about to be judged
 
-    def take_up(self) -> None:
-        """Take up the trials that were begun before."""
-        pruned = set(self.storage.list())
-        begun = begun_before(self.config, self.index, bad := DamagedRecords())
+    def resume_trials(self) -> None:
+        """Record the trials that have ended already, and queue those that have begun."""
+        pruned, bad = set(self.storage.list()), DamagedRecords()
+        draws = existing_trial_params(self.config, self.index, bad)
         if bad:
             emit(Note(what=str(bad), severity="warning"))
-        for draw in begun:
-            number = self.search.add(draw)
+        for draw in draws:
+            number = self.search.enqueue_existing(draw)
             trial = trial_of(self.config, draw.changes, number)
             [run] = runs_of([trial], self._plan)
             self._runs.add(run.name)
-            final, mark = finished(run.storage), f"pruned/{run.name}"
-            asked = trial.config.evaluation
-            unscored = final is not None and asked is not None and found_scores(run.storage, final, asked) is None
-            if unscored or (final is None and mark not in pruned):
-                self._waiting.append((number, trial, run))
+            final, ended = finished(run.storage), ""
+            if final is not None:
+                wanted = trial.config.evaluation
+                has_ended = wanted is None or found_scores(run.storage, final, wanted) is not None
+            else:
+                has_ended = f"pruned/{run.name}" in pruned
+            if not has_ended:
+                self._pending.append((number, trial, run))
                 continue
-            ended = ""
             if final is None:
-                ended = self.storage.read(mark).decode()
+                ended = self.storage.read(f"pruned/{run.name}").decode()
                 self._cancel_pruned(run)
             outcome = outcome_of(trial, run, attempt_times(self.index, run.name), final=final, ended=ended)
-            for step, seen in outcome.losses.items():
-                self.search.is_hopeless(number, step // trial.config.train.evaluate_every, seen)
-            self._settle(number, outcome)
+            for step, loss in outcome.losses.items():
+                self.search.report(number, step // trial.config.train.evaluate_every, loss)
+            self._record_outcome(number, outcome)
 
-    def _settle(self, number: int, outcome: Outcome) -> None:
+    def _record_outcome(self, number: int, outcome: Outcome) -> None:
         values = outcome.values(self.config.sweep.objectives)
         self.search.tell(number, values, pruned=outcome.ended.startswith(PRUNED))
         self.outcomes[number] = outcome
         self._running.pop(number, None)
 
     def _next(self) -> tuple[int, Trial, Run] | None:
-        if self._waiting:
-            return self._waiting.popleft()
-        settings, known = self.config.sweep, list(self.outcomes.values())
-        if settings.max_gpu_hours or settings.max_usd:  # those that run have spent something too
-            for trial, run in self._running.values():
-                known.append(outcome_of(trial, run, attempt_times(self.index, run.name)))
-        hours, usd = sum(one.hours for one in known), sum(one.usd or 0.0 for one in known)
-        if hours >= (settings.max_gpu_hours or math.inf) or usd >= (settings.max_usd or math.inf):
-            emit(Note(what=f"no trial begins any more: {hours:,.2f} GPU hours and ${usd:,.2f} are spent"))
+        if self._pending:
+            return self._pending.popleft()
+        if self._is_budget_spent():
             return None
-        while (number := self.search.ask()) is not None:
+        while True:
+            number = self.search.ask()
+            if number is None:
+                return None
             try:
                 trial = trial_of(self.config, self.search.changes[number], number)
                 [run] = runs_of([trial], self._plan)
             except TrainLitgptError as problem:  # two settings that do not fit each other
                 emit(Note(what=str(problem), severity="warning"))
-            else:
-                if run.name not in self._runs:
-                    self._runs.add(run.name)
-                    return number, trial, run
+                self.search.reject(number)
+                continue
+            if run.name not in self._runs:
+                self._runs.add(run.name)
+                return number, trial, run
             self.search.reject(number)
-        return None
 
-    async def work(self) -> None:
-        """Carry out trials, one after the other, until there is none left."""
+    def _is_budget_spent(self) -> bool:
+        settings, outcomes = self.config.sweep, list(self.outcomes.values())
+        if settings.max_gpu_hours or settings.max_usd:  # running trials have spent something too
+            for trial, run in self._running.values():
+                outcomes.append(outcome_of(trial, run, attempt_times(self.index, run.name)))
+        hours = sum(outcome.hours for outcome in outcomes)
+        usd = sum(outcome.usd or 0.0 for outcome in outcomes)
+        is_spent = hours >= (settings.max_gpu_hours or math.inf) or usd >= (settings.max_usd or math.inf)
+        if is_spent:
+            emit(Note(what=f"no further trial begins: {hours:,.2f} GPU hours and ${usd:,.2f} are spent"))
+        return is_spent
+
+    async def worker_loop(self) -> None:
+        """Carry out trials, one after the other, until there are no more."""
         while True:
             TRIAL.set("")
-            async with self._asking:  # in a thread, and one after the other: the search counts its trials
-                if (asked := await asyncio.to_thread(self._next)) is None:
+            async with self._ask_lock:  # in a thread, and one at a time: the search counts its trials
+                drawn = await asyncio.to_thread(self._next)
+                if drawn is None:
                     return
-                number, trial, run = asked
+                number, trial, run = drawn
                 self._running[number] = trial, run
-            TRIAL.set(short := trial.config.start.trial or "")
+            label = trial.config.start.trial or ""
+            TRIAL.set(label)
             PLANNED.set(run)
-            ON_ROW.set(partial(self._look, number, run))
-            name = f"{trial.config.name} {short}".replace("{", "(").replace("}", ")")
+            ON_ROW.set(partial(self._on_metrics_row, number, run))
+            name = f"{trial.config.name} {label}".replace("{", "(").replace("}", ")")
             final, ended = None, ""
             try:
                 async with self._slots(trial.config.world_size):
@@ -203,15 +220,15 @@ class _Sweep:
             except Exception as error:
                 await asyncio.to_thread(self._watch.check)
                 ended = str(error) if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
-                if (pruning := self._ending.get(run.name)) is not None:
-                    await pruning
+                if run.name in self._prune_tasks:
+                    await self._prune_tasks[run.name]
                     ended = (await asyncio.to_thread(self.storage.read, f"pruned/{run.name}")).decode()
                 emit(Note(what=ended.splitlines()[0], severity="warning", ends=True))
             times = await asyncio.to_thread(attempt_times, self.index, run.name)
             outcome = await asyncio.to_thread(outcome_of, trial, run, times, final=final, ended=ended)
             if final is not None and outcome.ended:
                 emit(Note(what=outcome.ended, severity="warning"))
-            self._settle(number, outcome)
+            self._record_outcome(number, outcome)
 
     @asynccontextmanager
     async def _slots(self, count: int) -> AsyncIterator[None]:
@@ -219,53 +236,55 @@ class _Sweep:
         worker = asyncio.current_task()
         assert worker is not None
 
-        async def look() -> None:
+        async def watch() -> None:
             try:
                 await pause(math.inf, look=self._watch.check)
             except JobCancelled:
                 worker.cancel()
                 raise
 
-        looking = asyncio.create_task(look())
+        watching = asyncio.create_task(watch())
         try:
             async with gpus(count):
-                looking.cancel()
+                watching.cancel()
                 yield
         except asyncio.CancelledError:
-            if looking.done() and not looking.cancelled() and (error := looking.exception()) is not None:
-                worker.uncancel()
-                raise error from None
+            if watching.done() and not watching.cancelled():
+                error = watching.exception()
+                if error is not None:
+                    worker.uncancel()
+                    raise error from None
             raise
         finally:
-            looking.cancel()
+            watching.cancel()
 
-    def _look(self, number: int, run: Run, row: Row) -> None:
+    def _on_metrics_row(self, number: int, run: Run, row: Row) -> None:
         match row:
             case {"kind": "evaluation", "step": int(step), "validation_loss": int() | float() as loss}:
                 evaluation, last = step // run.config.train.evaluate_every, run.config.train.max_steps
-                hopeless = self.search.is_hopeless(number, evaluation, loss) and step != last
+                is_hopeless = self.search.report(number, evaluation, loss) and step != last
                 # A resumed sweep reads the evaluations of hours at once: only the newest of them decides.
                 if number not in self._newest:
                     asyncio.get_running_loop().call_soon(self._judge, number, run)
-                self._newest[number] = step, loss, hopeless
+                self._newest[number] = step, loss, is_hopeless
 
     def _judge(self, number: int, run: Run) -> None:
-        step, loss, hopeless = self._newest.pop(number)
-        if hopeless and number in self._running and run.name not in self._ending:
+        step, loss, is_hopeless = self._newest.pop(number)
+        if is_hopeless and number in self._running and run.name not in self._prune_tasks:
             why = f"{PRUNED} at step {step}, with validation loss {loss:.4f}"
-            self._ending[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
+            self._prune_tasks[run.name] = asyncio.create_task(asyncio.to_thread(self._prune, run, why))
 
     def _prune(self, run: Run, why: str) -> None:
         self.storage.write(f"pruned/{run.name}", why.encode())
         self._attempts(run).cancel(patience=timeouts.CANCELLATION)
 
     def _cancel_pruned(self, run: Run) -> None:
-        """Cancel the job of a pruned trial if it lives: the sweep that marked the trial may have been killed then."""
+        """Cancel the job of a pruned trial if it still runs: the sweep that marked the trial may have been killed."""
         attempts = self._attempts(run)
         try:
             if attempts.live() is not None:
                 attempts.cancel(patience=timeouts.CANCELLATION)
-        except PlatformUnreachable as error:  # the other trials go on all the same
+        except PlatformUnreachable as error:  # the other trials continue
             what = f"{run.name} is pruned, but its job may still be running: {error}"
             emit(Note(what=f"{what}; cancel it: train-litgpt cancel {run.name}", severity="warning"))
 

@@ -180,7 +180,7 @@ def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
             line = replace(line, color=_COLORS[number], label=label, faint=False)
         lines.append(line)
     curves = Chart(name="trials", title="Validation loss of all trials", y_text="{:g}".format, lines=lines)
-    unbeaten = [search.changes[number] for number in search.front] if len(search.objectives) > 1 else []
+    unbeaten = [search.changes[number] for number in search.pareto_front] if len(search.objectives) > 1 else []
     larger = {"tokens_per_second"}
     for outcome in outcomes:
         larger.update(name for name, score in outcome.scores.items() if score.larger_is_better)

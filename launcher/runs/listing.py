@@ -1,4 +1,4 @@
-"""The runs of a root: found by name, folder or config, shown as rows, and what dead ones have left."""
+"""The runs of a root: found by name, folder or config, listed as rows, with the orphaned resources of dead runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DONE = "done"
 """The state of a run that was trained, collected and reported."""
 
 _SHOWN = 10  # candidates in a message
-_AT_ONCE = 8  # runs looked at side by side: each is a few small reads and perhaps a question or two to a platform
+_AT_ONCE = 8  # runs that are read in parallel: a few small reads each, and perhaps a query or two to a platform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,87 +55,112 @@ class Target:
         return self.index.root.within(f"runs/{run}")
 
 
-def find(words: str, *, root: str) -> Target:
-    """Return the run or sweep that `words` mean: a name, its unique beginning, `@last`, or the folder of a run.
+def resolve_target(query: str, *, root: str) -> Target:
+    """Return the run or sweep that a query names: by its name, its unique beginning, `@last`, or the folder of a run.
 
-    An UnknownRun where there is none, or there are several.
+    Raises UnknownRun if there is none, or several.
     """
-    if "/" in words:  # `<root>/runs/<run>`, or something below it
-        folder, runs, rest = str(words if is_remote(words) else Path(words).expanduser().resolve()).rpartition("/runs/")
-        if not runs:
-            raise UnknownRun(f"{words} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
-        index, run = Index.of(folder), rest.partition("/")[0]
-        if not index.records(run):
-            raise _unknown(f"the index has no run {run}", index, index.newest())
-        return Target(index=index, name=run, runs=(run,))
+    if "/" in query:  # `<root>/runs/<run>`, or something below it
+        return _run_of_folder(query)
     index = Index.of(root)
-    newest, bad = _newest(index, lambda record: words in (record.run, record.sweep))
-    names = {name for record in newest for name in (record.run, record.sweep) if name}
-    found = {name for name in names if name.startswith(words)}
-    # A sweep is one thing: where its own name begins so, its trials are no candidates of their own.
-    found -= {record.run for record in newest if record.sweep in found}
-    if words == LAST and newest:
-        found = {newest[0].sweep or newest[0].run}
-    if words in names or len(found) == 1:
-        return _target(index, newest, words if words in names else found.pop(), bad)
-    if not found:
-        raise _unknown(f"no run is called {words!r}", index, newest)
-    those = [record for record in newest if {record.run, record.sweep} & found]
-    raise UnknownRun(f"{words!r} is the beginning of {len(found)} names; give more of one:\n{_listed(those)}")
+    newest, bad = _newest(index, lambda record: query in (record.run, record.sweep))
+    if query == LAST and newest:
+        return _target(index, newest, newest[0].sweep or newest[0].run, bad)
+    names = {record.run for record in newest} | {record.sweep for record in newest if record.sweep}
+    if query in names:
+        return _target(index, newest, query, bad)
+    candidates = {name for name in names if name.startswith(query)}
+    # A sweep whose name begins so stands for its trials, whose names begin so too.
+    candidates -= {record.run for record in newest if record.sweep in candidates}
+    if not candidates:
+        raise _unknown(f"no run is called {query!r}", index, newest)
+    if len(candidates) > 1:
+        records = [record for record in newest if {record.run, record.sweep} & candidates]
+        what = f"{query!r} is the beginning of {len(candidates)} names; give more of one"
+        raise UnknownRun(f"{what}:\n{_listed(records)}")
+    return _target(index, newest, candidates.pop(), bad)
+
+
+def _run_of_folder(query: str) -> Target:
+    address = query if is_remote(query) else str(Path(query).expanduser().resolve())
+    root, runs, below = address.rpartition("/runs/")
+    if not runs:
+        raise UnknownRun(f"{query} is not the folder of a run, which is <root>/runs/<name>, nor a config (*.yaml)")
+    index, run = Index.of(root), below.partition("/")[0]
+    if not index.records(run):
+        raise _unknown(f"the index has no run {run}", index, index.newest())
+    return Target(index=index, name=run, runs=(run,))
 
 
 def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
-    """Return the run or sweep that was started with a config, whatever has become of its corpus since.
+    """Return the run or sweep that was started with a config, even if its corpus has changed since.
 
-    Of several runs with mounted code the one of the present code is meant, or else the only one that lives. An
-    UnknownRun where none was started, or several were, as when the corpus changed in between.
+    Of several runs with mounted code it is the run of the present code, or else the only live run. Raises UnknownRun if
+    none was started, or several were, for example because the corpus changed in between.
     """
-    index, beside = Index.of(config.root), opening_beside(config.platform)
+    index, opener = Index.of(config.root), opening_beside(config.platform)
     none = "nothing has been started with this config"
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
-        there = set(index.runs())
-        names = tuple(dict.fromkeys(name for job in jobs if (name := plan_script(job).name) in there))
+        started = set(index.runs())
+        planned = dict.fromkeys(plan_script(job).name for job in jobs)
+        names = tuple(name for name in planned if name in started)
         if not names:
             raise _unknown(none, index, index.newest(), config.name)
-        return Target(index=index, name=names[0], runs=names, open=beside)
+        return Target(index=index, name=names[0], runs=names, open=opener)
     sweep = sweep_name(config) if isinstance(config, SweepConfig) else ""
-    newest, bad = _newest(index, partial(_means, config, sweep))
-    meant = [record for record in newest if _means(config, sweep, record)]
-    if not meant:
+    newest, bad = _newest(index, partial(_matches, config, sweep))
+    matches = [record for record in newest if _matches(config, sweep, record)]
+    if not matches:
         raise _unknown(none, index, newest, config.name)
-    if len(meant) > 1 and isinstance(config, ScriptConfig):
-        with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
-            present = plan_script(config).name
-            meant = [record for record in meant if record.run == present] or meant
-        with suppress(TrainLitgptError):  # one of them cannot be asked for
-            runs = {record.run for record in meant if len(meant) > 1}
-            live = {run for run in runs if Attempts(index=index, run=run, open=beside).live() is not None}
-            meant = [record for record in meant if record.run in live] or meant
-    if len(meant) > 1 and not sweep:
-        what = f"{len(meant)} runs were started with this config, for its corpus or code changed in between"
-        raise UnknownRun(f"{what}; name one:\n{_listed(meant)}")
-    return replace(_target(index, newest, sweep or meant[0].run, bad), open=beside)
+    if len(matches) > 1 and isinstance(config, ScriptConfig):
+        matches = _present_or_live(config, matches, index, opener)
+    if len(matches) > 1 and not sweep:
+        what = f"{len(matches)} runs were started with this config, for its corpus or code changed in between"
+        raise UnknownRun(f"{what}; name one:\n{_listed(matches)}")
+    return replace(_target(index, newest, sweep or matches[0].run, bad), open=opener)
 
 
-def _means(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) -> bool:
+def _present_or_live(
+    config: ScriptConfig, records: list[AttemptRecord], index: Index, opener: OpenPlatform
+) -> list[AttemptRecord]:
+    """Return the records of the present code, or else those of live runs, or else all."""
+    with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
+        run = plan_script(config).name
+        present = [record for record in records if record.run == run]
+        if present:
+            return present
+    with suppress(TrainLitgptError):  # a platform does not answer
+        runs = {record.run: Attempts(index=index, run=record.run, open=opener) for record in records}
+        live = [record for record in records if runs[record.run].live() is not None]
+        if live:
+            return live
+    return records
+
+
+def _matches(config: RunConfig | ScriptConfig, sweep: str, record: AttemptRecord) -> bool:
     if sweep:
         return record.sweep == sweep
-    # The same program out of the same folder, whatever that held, or the same model as far as configs say.
+    # The same program out of the same folder, whatever the folder contained, or the same model as far as configs say.
     if isinstance(config, ScriptConfig):
-        mine = config.model_dump(mode="json", include={"name", "script", "args", "env", "code"})
-        return mine == {name: record.config.get(name) for name in mine}
+        program = config.model_dump(mode="json", include={"name", "script", "args", "env", "code"})
+        return program == {name: record.config.get(name) for name in program}
     try:
-        theirs = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
-    except (KeyError, ValidationError):  # of the other kind, or another version's
+        recorded = RunConfig.model_validate({name: record.config[name] for name in ("data", "model", "train")})
+    except (KeyError, ValidationError):  # a script, or a config of another version
         return False
-    models = [(one.data, one.model, one.train.run_id_settings()) for one in (theirs, config)]
-    return record.name == config.name and models[0] == models[1]
+    return (
+        record.name == config.name
+        and recorded.data == config.data
+        and recorded.model == config.model
+        and recorded.train.run_id_settings() == config.train.run_id_settings()
+    )
 
 
-def _newest(index: Index, means: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
-    newest = index.newest(bad := DamagedRecords())
-    if bad and not any(map(means, newest)):
+def _newest(index: Index, matches: Callable[[AttemptRecord], bool]) -> tuple[list[AttemptRecord], DamagedRecords]:
+    bad = DamagedRecords()
+    newest = index.newest(bad)
+    if bad and not any(map(matches, newest)):
         raise DataError(str(bad))
     return newest, bad
 
@@ -144,17 +169,18 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
     trials = tuple(sorted(record.run for record in newest if record.sweep == name))
     if not trials:
         return Target(index=index, name=name, runs=(name,))
-    # A sweep's trials have the name of its config, as it has; only their keys differ.
+    # The trials of a sweep have the name of its config; only their ids differ.
     damaged = tuple(why for run, why in bad.items() if run.rpartition("-")[0] == name.rpartition("-")[0])
     return Target(index=index, name=name, runs=trials, damaged=damaged)
 
 
 def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
-    there, address = [record for record in newest if record.name == name] or newest, index.root.address()
-    if not there:
-        what = f"nothing has been started under {address}"
-        return UnknownRun(what, fix="name another root by --root, or give the config")
-    return UnknownRun(f"{what}; there are these under {address}, to be named instead:\n{_listed(there)}")
+    address = index.root.address()
+    if not newest:
+        fix = "name another root by --root, or give the config"
+        return UnknownRun(f"nothing has been started under {address}", fix=fix)
+    records = [record for record in newest if record.name == name] or newest
+    return UnknownRun(f"{what}; there are these under {address}, to be named instead:\n{_listed(records)}")
 
 
 def _listed(records: Iterable[AttemptRecord]) -> str:
@@ -162,8 +188,9 @@ def _listed(records: Iterable[AttemptRecord]) -> str:
     for record in records:
         ago = duration_text(time.time() - record.created)
         rows.append(f"  {record.run}  ({record.platform.get('kind')}, started by {record.user} {ago} ago)")
-    more = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"] if len(rows) > _SHOWN else []
-    return "\n".join([*rows[:_SHOWN], *more])
+    if len(rows) > _SHOWN:
+        rows[_SHOWN:] = [f"  and {len(rows) - _SHOWN} more: train-litgpt runs"]
+    return "\n".join(rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,21 +231,24 @@ def run_rows(
     A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
     row, because their records are damaged.
     """
-    followers, open = index.flow_runs_of_attempts(), open or opening_beside()
+    flow_runs, open = index.flow_runs_of_attempts(), open or opening_beside()
 
     def row(record: AttemptRecord) -> RunRow:
         folder, note = index.root.within(f"runs/{record.run}"), ""
         step, steps, loss = None, None, None
         try:
             manifest = read_manifest(folder, RunManifest)
-            last = None if manifest else Attempts(index=index, run=record.run, open=open).last()
-            state = DONE if last is None else last.status.state.value
-            if manifest:
-                step, steps, loss = manifest.step, manifest.step, manifest.validation_loss
-            elif rows := read_metrics(folder):
-                seen = summary(rows)
-                step, steps = seen.step, seen.steps
-                loss = seen.loss if seen.validation_loss is None else seen.validation_loss
+            if manifest is not None:
+                state, step, steps, loss = DONE, manifest.step, manifest.step, manifest.validation_loss
+            else:
+                last = Attempts(index=index, run=record.run, open=open).last()
+                state = DONE if last is None else last.status.state.value
+                rows = read_metrics(folder)
+                if rows:
+                    progress = summary(rows)
+                    step, steps, loss = progress.step, progress.steps, progress.validation_loss
+                    if loss is None:
+                        loss = progress.loss
         except TrainLitgptError as error:
             state, note = JobState.UNKNOWN.value, str(error)
         return RunRow(
@@ -233,78 +263,88 @@ def run_rows(
             platform=str(record.platform.get("kind")),
             attempts=record.attempt,
             flow_run=record.flow_run,
-            flow_runs=followers.get((record.run, record.attempt), ()),
+            flow_runs=flow_runs.get((record.run, record.attempt), ()),
             user=record.user,
             note=note,
         )
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(row, [one for one in index.newest(bad) if not runs or one.run in runs]))
+        return list(pool.map(row, [record for record in index.newest(bad) if not runs or record.run in runs]))
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
     """Return the rows as the terminal shows them."""
-    now = time.time()
-    return [
-        {
+    now, table = time.time(), []
+    has_trials = any(row.trial for row in rows)
+    for row in rows:
+        state, step = row.state, NOTHING
+        if state == JobState.SUCCEEDED and row.steps:
+            state = "trained, not collected"
+        if row.step is not None:
+            step = f"{row.step:,}/{row.steps:,}" if row.steps else f"{row.step:,}"
+        cells = {
             "run": row.run,
-            "state": "trained, not collected" if row.state == JobState.SUCCEEDED and row.steps else row.state,
-            "step": NOTHING if row.step is None else f"{row.step:,}" + (f"/{row.steps:,}" if row.steps else ""),
+            "state": state,
+            "step": step,
             "loss": loss_text(row.loss),
             "age": duration_text(now - row.started),
             "platform": row.platform,
             "attempts": str(row.attempts),
             "flow run": (row.flow_run or NOTHING)[:8],
-            **({"trial": row.trial} if any(one.trial for one in rows) else {}),
         }
-        for row in rows
-    ]
+        if has_trials:
+            cells["trial"] = row.trial
+        table.append(cells)
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leftover:
-    """The machines or processes that an attempt which has ended left behind: nobody works with them, somebody pays."""
+class OrphanedResource:
+    """Machines or processes that an ended attempt left behind: nobody works with them, but somebody pays."""
 
     run: str
     job_id: JobId | None
-    """None where the run's state is not known: nothing of it is touched."""
+    """None if the run's state is not known: nothing of it is removed."""
     what: str
-    """The sentence that says what is left, or why nothing is known."""
+    """A sentence that says what remains, or why nothing is known."""
 
 
-def leftovers(index: Index, *, open: OpenPlatform | None = None) -> list[Leftover]:
-    """Return what every dead run of an index has left, by run and attempt: its last attempt is known to have ended.
+def orphaned_resources(index: Index, *, open: OpenPlatform | None = None) -> list[OrphanedResource]:
+    """Return the remaining resources of every dead run of an index, by run and attempt: its last attempt has ended.
 
-    A job of another machine, which that one alone can ask for, is passed over.
+    Jobs that only another machine can query are left out.
     """
-
     open = open or opening_beside()
 
-    def of(run: str) -> list[Leftover]:
-        attempts, found = Attempts(index=index, run=run, open=open), list[Leftover]()
+    def of(run: str) -> list[OrphanedResource]:
+        attempts, orphaned = Attempts(index=index, run=run, open=open), list[OrphanedResource]()
         try:
-            for record in attempts.records() if _is_dead(attempts) else ():
+            if not _is_dead(attempts):
+                return []
+            for record in attempts.records():
                 if attempts.is_out_of_reach(record):
                     continue
-                if there := attempts.platform_of(record).remaining_resources(record.job_id):
-                    what = f"{run}, attempt {record.attempt}, on {record.platform.get('kind')}: {', '.join(there)}"
-                    found.append(Leftover(run=run, job_id=record.job_id, what=what))
+                resources = attempts.platform_of(record).remaining_resources(record.job_id)
+                if resources:
+                    where = f"{run}, attempt {record.attempt}, on {record.platform.get('kind')}"
+                    what = f"{where}: {', '.join(resources)}"
+                    orphaned.append(OrphanedResource(run=run, job_id=record.job_id, what=what))
         except TrainLitgptError as error:
-            what = f"{run} is left alone, for its state is not known: {error}"
-            return [Leftover(run=run, job_id=None, what=what)]
-        return found
+            what = f"{run} is left alone, because its state is not known: {error}"
+            return [OrphanedResource(run=run, job_id=None, what=what)]
+        return orphaned
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return [found for some in pool.map(of, index.runs()) for found in some]
+        return [resource for resources in pool.map(of, index.runs()) for resource in resources]
 
 
-def remove_leftover(index: Index, leftover: Leftover, *, open: OpenPlatform | None = None) -> bool:
-    """Remove it, and prove by listing that it is gone; False if the run has come to life since, and was left alone."""
-    attempts = Attempts(index=index, run=leftover.run, open=open or opening_beside())
-    those = [record for record in attempts.records() if record.job_id == leftover.job_id]
-    if not those or not _is_dead(attempts):
+def remove_orphaned_resource(index: Index, resource: OrphanedResource, *, open: OpenPlatform | None = None) -> bool:
+    """Remove it, and prove by listing that it is gone. Returns False and removes nothing if the run is live again."""
+    attempts = Attempts(index=index, run=resource.run, open=open or opening_beside())
+    records = [record for record in attempts.records() if record.job_id == resource.job_id]
+    if not records or not _is_dead(attempts):
         return False
-    attempts.platform_of(those[0]).cancel(those[0].job_id)
+    attempts.platform_of(records[0]).cancel(records[0].job_id)
     return True
 
 

@@ -1,7 +1,8 @@
-"""The search of a sweep: which settings the next trial has, and which trial is not worth its end.
+"""The search of a sweep: the settings of the next trial, and the trials that are pruned.
 
-Optuna's samplers and pruners decide, by ask and tell, and nothing of Optuna's is stored: a sweep that goes on has its
-study from the runs of its trials. A grid without pruning needs no Optuna (extra `sweeps`), and has no pictures then.
+Optuna's samplers and pruners decide, by ask and tell, but nothing of Optuna's is stored: a resumed sweep makes its
+study again from the runs of its trials. A grid without pruning needs no Optuna (extra `sweeps`), but has no pictures
+without it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from launcher.errors import ConfigProblem
 if TYPE_CHECKING:
     import optuna
 
-_TRIES = 50  # draws one after the other that make no new trial, until a space counts as searched
+_TRIES = 50  # consecutive draws without a new trial after which a space counts as searched
 
 
 class Search:
@@ -67,36 +68,30 @@ class Search:
             return kinds.IntDistribution(space.low, space.high, log=space.log)
         return kinds.FloatDistribution(space.low, space.high, log=space.kind == "log-uniform")
 
-    def add(self, draw: Draw) -> int:
+    def enqueue_existing(self, draw: Draw) -> int:
         """Add a trial that was begun before; return its number."""
-        # The settings of a grid may be written in another order by now.
+        # The settings of a grid may have another order now.
         number = self._numbers.get(json.dumps(draw.changes, sort_keys=True), draw.number)
         # `tpe` draws by the trials that have ended by then: a number that it has passed would be another draw now.
         if self._sweep.sampler == "tpe":
             self._next = max(self._next, number + 1)
-        return self._enter(number, draw.changes)
-
-    def _enter(self, number: int, changes: Mapping[str, JsonValue], trial: optuna.Trial | None = None) -> int:
-        if self.study is not None and trial is None:
-            coded = {name: json.dumps(value) if name in self._coded else value for name, value in changes.items()}
-            self.study.enqueue_trial(coded)
-            trial = self.study.ask(self._space)
-        if trial is not None:
-            self._trials[number] = trial
-        self.changes[number] = changes
+        self._enqueue(number, draw.changes)
         return number
 
-    def ask(self) -> int | None:
-        """Return the number of a new draw; None if there are as many trials as `trials` wants, or nothing new is found.
+    def _enqueue(self, number: int, changes: Mapping[str, JsonValue]) -> None:
+        if self.study is not None:
+            coded = {name: json.dumps(value) if name in self._coded else value for name, value in changes.items()}
+            self.study.enqueue_trial(coded)
+            self._trials[number] = self.study.ask(self._space)
+        self.changes[number] = changes
 
-        A draw depends on its number and on the trials that are known by then, and on no draw that makes none.
+    def ask(self) -> int | None:
+        """Return the number of a new draw; None if there are `trials` trials, or if nothing new is found.
+
+        A draw depends on its number, and on the trials that are known by then. It depends on no draw without a trial.
         """
         if self._sweep.sampler == "grid":
-            while (number := self._next) < len(self._grid):
-                self._next += 1
-                if number not in self.changes:
-                    return self._enter(number, self._grid[number])
-            return None
+            return self._next_of_grid()
         study, kinds = self.study, self._optuna.samplers
         assert study is not None
         sampler = {"random": kinds.RandomSampler, "tpe": kinds.TPESampler}[self._sweep.sampler]
@@ -112,10 +107,19 @@ class Search:
             trial = study.ask(self._space)
             drawn = trial.params.items()
             changes = {name: json.loads(value) if name in self._coded else value for name, value in drawn}
-            self._enter(number, changes, trial)
+            self._trials[number], self.changes[number] = trial, changes
             if changes not in earlier.values():
                 return number
             self.reject(number)
+        return None
+
+    def _next_of_grid(self) -> int | None:
+        while self._next < len(self._grid):
+            number = self._next
+            self._next += 1
+            if number not in self.changes:
+                self._enqueue(number, self._grid[number])
+                return number
         return None
 
     def reject(self, number: int) -> None:
@@ -123,26 +127,29 @@ class Search:
         self.tell(number, None)
         del self.changes[number]
 
-    def is_hopeless(self, number: int, evaluation: int, loss: float) -> bool:
-        """Take up the validation loss of a trial at its evaluation of that number; return whether it is to be ended."""
+    def report(self, number: int, evaluation: int, loss: float) -> bool:
+        """Report the validation loss of a trial at its evaluation of that number; return whether to prune the trial."""
         if self._sweep.prune is None:
             return False
-        if (number, evaluation) not in self._evaluated:  # a live trial's are read again: Optuna ignores and warns
+        # The evaluations of a live trial are read again: Optuna would ignore them with a warning.
+        if (number, evaluation) not in self._evaluated:
             self._evaluated.add((number, evaluation))
             self._trials[number].report(loss, evaluation)
         return self._trials[number].should_prune()
 
     def tell(self, number: int, values: Sequence[float] | None, *, pruned: bool = False) -> None:
-        """Take up the end of a trial: its objectives, each the better the smaller it is; None where it was ended early
-        or has failed."""
-        if self.study is not None:
-            state = self._optuna.trial.TrialState
-            ended = state.COMPLETE if values is not None else state.PRUNED if pruned else state.FAIL
-            self.study.tell(self._trials[number], values, state=ended)
+        """Report the end of a trial: its objectives, each the smaller the better, or None if it was pruned or failed."""
+        if self.study is None:
+            return
+        states = self._optuna.trial.TrialState
+        state = states.COMPLETE
+        if values is None:
+            state = states.PRUNED if pruned else states.FAIL
+        self.study.tell(self._trials[number], values, state=state)
 
     @property
-    def front(self) -> set[int]:
-        """The numbers of the trials that no other one beats in every objective."""
+    def pareto_front(self) -> set[int]:
+        """Return the numbers of the trials that no other trial beats in every objective."""
         if self.study is None:
             return set()
         best = {trial.number for trial in self.study.best_trials}

@@ -100,7 +100,7 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     ]
 
 
-def begun_before(sweep: SweepConfig, index: Index, bad: DamagedRecords) -> list[Draw]:
+def existing_trial_params(sweep: SweepConfig, index: Index, bad: DamagedRecords) -> list[Draw]:
     """Return the draws of the trials that the sweep has begun, in their order; `bad` gets what cannot be read."""
     name = sweep_name(sweep)
     own = [record for record in index.of_name(sweep.name, bad) if record.sweep == name]

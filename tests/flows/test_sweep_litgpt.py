@@ -191,7 +191,7 @@ def test_a_resumed_trial_is_judged_by_its_newest_evaluation(swept: Swept, tmp_pa
 def test_a_resumed_sweep_cancels_the_live_job_of_a_pruned_trial(
     swept: Swept, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The sweep was killed when it had to_log_line the trial, and not cancelled its job yet."""
+    """The sweep was killed when it had marked the trial, and not cancelled its job yet."""
     monkeypatch.setattr(module, "attempt_times", lambda *_: [])
 
     async def train(**groups: Any) -> Any:

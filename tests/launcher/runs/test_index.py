@@ -15,7 +15,7 @@ from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, cancel_each
 from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, machine_below, this_machine
-from launcher.runs.listing import find, leftovers, run_rows
+from launcher.runs.listing import orphaned_resources, resolve_target, run_rows
 from litgpt_demo.errors import DataError, FailureClass
 
 RUN = "gpt-0123456789"
@@ -111,10 +111,10 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
     newest = index.newest(bad := DamagedRecords())
     assert ([one.run for one in newest], len(bad)) == ([RUN], 2)
     assert [row.run for row in run_rows(index, bad=DamagedRecords())] == [RUN]
-    assert find(RUN, root=str(tmp_path)).runs == (RUN,)
+    assert resolve_target(RUN, root=str(tmp_path)).runs == (RUN,)
     for words in ("forged", "@last"):  # either may be the one that is meant
         with pytest.raises(DataError, match="2 records of the run index could not be read"):
-            find(words, root=str(tmp_path))
+            resolve_target(words, root=str(tmp_path))
     with pytest.raises(DataError, match=f"is of attempt 1 of {RUN}; whether its job runs cannot be known"):
         index.records("forged-0123456789")
 
@@ -179,8 +179,8 @@ def test_no_forged_record_stops_a_verb_about_all_runs(forgery: tuple[str, str, A
         rows = {row.run: row for row in run_rows(index, bad=bad)}
         assert rows.pop(RUN).state == "failed"
         assert [*rows, *bad] == [FORGED]
-        assert find(RUN, root=folder).runs == (RUN,)
-        assert {one.run for one in leftovers(index)} <= {FORGED}
+        assert resolve_target(RUN, root=folder).runs == (RUN,)
+        assert {one.run for one in orphaned_resources(index)} <= {FORGED}
         cancelled, _ = cancel_each([Attempts(index=index, run=run) for run in index.runs()], tell=print, patience=0)
         assert cancelled == []
 

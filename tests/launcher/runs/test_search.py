@@ -25,7 +25,7 @@ def searched(
     """The trials of a sweep that continues from those before; the smaller the learning rate, the better a trial."""
     search = Search(sweep)
     for draw in before:
-        search.tell(search.add(draw), [draw.changes["train.learning_rate"]])
+        search.tell(search.enqueue_existing(draw), [draw.changes["train.learning_rate"]])
     while (number := search.ask()) is not None:
         if usable(search.changes[number]):
             search.tell(number, [search.changes[number]["train.learning_rate"]])
@@ -99,7 +99,7 @@ def test_a_trial_that_falls_behind_is_hopeless_and_the_best_one_never_is(prune: 
     pruned = []
     for rank in (0, 1, 2, 3, 4, 5, 8, 7, 6):
         number = search.ask()
-        hopeless = any(search.is_hopeless(number, evaluation, 1.0 + rank) for evaluation in range(1, 10))
+        hopeless = any(search.report(number, evaluation, 1.0 + rank) for evaluation in range(1, 10))
         search.tell(number, None if hopeless else [1.0 + rank], pruned=hopeless)
         pruned += [rank] if hopeless else []
     assert 0 not in pruned
@@ -111,7 +111,7 @@ def test_evaluation_read_twice_causes_no_warning(recwarn: pytest.WarningsRecorde
     number = search.ask()
     assert number is not None
     for _ in range(2):
-        search.is_hopeless(number, 1, 2.0)
+        search.report(number, 1, 2.0)
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -122,11 +122,11 @@ def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() ->
         "objectives": ["validation_loss", "tokens_per_second"],
     }
     search = Search(SweepSettings.model_validate({**given, "prune": None}))
-    search.tell(search.add(Draw(number=2, changes={"train.seed": 3})), [3.5, -90.0])
+    search.tell(search.enqueue_existing(Draw(number=2, changes={"train.seed": 3})), [3.5, -90.0])
     for values in ([3.0, -100.0], [2.0, -50.0]):
         number = search.ask()
         search.tell(number, values)
-    assert search.front == {0, 1}, "the sweep began with its last trial"
+    assert search.pareto_front == {0, 1}, "the sweep began with its last trial"
 
 
 @pytest.mark.parametrize(

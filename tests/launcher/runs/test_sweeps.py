@@ -15,7 +15,7 @@ from launcher.job import JobId
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import plan_run
 from launcher.runs.search import Search
-from launcher.runs.sweeps import begun_before, sweep_name, trial_of, trials
+from launcher.runs.sweeps import existing_trial_params, sweep_name, trial_of, trials
 
 RATES = {"train.learning_rate": {"kind": "log-uniform", "low": 1e-4, "high": 1e-2}}
 DRAWN = {"space": RATES, "sampler": "tpe", "trials": 6}
@@ -109,8 +109,8 @@ def test_a_sweep_killed_after_any_trial_has_the_same_trials(
 def continued(sweep: SweepConfig, *, most: int = 100) -> list[Mapping[str, Any]]:
     """Begin the trials that a sweep has not begun yet, at most so many; return what they vary."""
     index, search, begun = Index.of(sweep.root), Search(sweep.sweep), list[Mapping[str, Any]]()
-    for draw in begun_before(sweep, index, DamagedRecords()):
-        search.tell(search.add(draw), [1.0])
+    for draw in existing_trial_params(sweep, index, DamagedRecords()):
+        search.tell(search.enqueue_existing(draw), [1.0])
     while len(begun) < most and (number := search.ask()) is not None:
         try:
             trial = trial_of(sweep, search.changes[number], number)
@@ -137,7 +137,7 @@ def test_a_sweep_continues_beside_a_trial_with_a_damaged_record(swept: Any) -> N
     damaged = f"{config.name}-{1:010x}"
     Path(config.root, "index", damaged, "1.json").write_text("{")
     bad = DamagedRecords()
-    begun = begun_before(config, Index.of(config.root), bad)
+    begun = existing_trial_params(config, Index.of(config.root), bad)
     assert [draw.changes["train.seed"] for draw in begun] == [1, 3]
     assert [*bad] == [damaged]
 

@@ -8,7 +8,7 @@ from claims import claim_of
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
-from launcher.runs.listing import find, find_started_with
+from launcher.runs.listing import find_started_with, resolve_target
 from launcher.runs.sweeps import sweep_name, trials
 
 Tiny = Callable[..., RunConfig]
@@ -27,22 +27,22 @@ def root(tmp_path: Path) -> str:
 def test_a_run_is_found_by_its_name_its_beginning_and_its_folder(tiny: Tiny, root: str) -> None:
     run = started(tiny())
     for words in (run, run[:-3], run[:4], "@last", f"{root}/runs/{run}", f"{root}/runs/{run}/attempts/1"):
-        assert find(words, root=root).runs == (run,)
+        assert resolve_target(words, root=root).runs == (run,)
     newest = started(tiny({"train.seed": 2}))
-    assert find("@last", root=root).runs == (newest,)
+    assert resolve_target("@last", root=root).runs == (newest,)
     with pytest.raises(UnknownRun, match="is the beginning of 2 names") as refused:
-        find("tiny", root=root)
+        resolve_target("tiny", root=root)
     assert run in str(refused.value)
     assert newest in str(refused.value)
 
 
 def test_a_name_that_no_run_has_is_answered_with_those_there_are(tiny: Tiny, root: str) -> None:
     with pytest.raises(UnknownRun, match=f"nothing has been started under {root}"):
-        find("gpt", root=root)
+        resolve_target("gpt", root=root)
     run = started(tiny())
     for words in ("gtp", f"{root}/runs/gtp"):
         with pytest.raises(UnknownRun, match="there are") as refused:
-            find(words, root=root)
+            resolve_target(words, root=root)
         assert run in str(refused.value)
 
 
@@ -78,6 +78,10 @@ def test_a_sweep_is_one_thing(tiny: Tiny, root: str) -> None:
     with pytest.raises(UnknownRun):
         find_started_with(sweep)
     runs = {started(trial.config) for trial in trials(sweep)}
-    for found in (find_started_with(sweep), find(sweep_name(sweep), root=root), find("tiny", root=root)):
+    for found in (
+        find_started_with(sweep),
+        resolve_target(sweep_name(sweep), root=root),
+        resolve_target("tiny", root=root),
+    ):
         assert (set(found.runs), found.name) == (runs, sweep_name(sweep))
-    assert find(min(runs), root=root).runs == (min(runs),)
+    assert resolve_target(min(runs), root=root).runs == (min(runs),)

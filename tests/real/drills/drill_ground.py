@@ -29,7 +29,7 @@ from waiting import until
 from launcher.config import RunConfig, overridden, validated
 from launcher.job import JobState
 from launcher.runs.lease import Lease
-from launcher.runs.listing import leftovers
+from launcher.runs.listing import orphaned_resources
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.node.agent import kill_by_env_marker, processes_with_env
@@ -210,7 +210,7 @@ class Scene:
         assert [words for words in told if not re.search(words, self.text)] == [], self.text
         assert re.search("^Traceback", self.text, re.MULTILINE) is None, self.text
         assert self.attempts.live() is None
-        left = [one for one in leftovers(self.attempts.index) if one.run == self.attempts.run and not kept]
+        left = [one for one in orphaned_resources(self.attempts.index) if one.run == self.attempts.run and not kept]
         assert left == [], left
         until(lambda: not processes_with_env(MARK, self.config.name))
         with Lease(self.attempts.index, self.attempts.run) as lease:

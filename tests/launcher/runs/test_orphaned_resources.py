@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from launcher.config import ScriptConfig
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.listing import leftovers, remove_leftover
+from launcher.runs.listing import orphaned_resources, remove_orphaned_resource
 
 
 class Runs:
@@ -27,8 +27,8 @@ class Runs:
         self.platform = StrictPlatform()
         self.claim = claim_on(self.platform, folder, "demo-0123456789")
         index, opening = self.claim.attempts.index, self.claim.attempts.open
-        self.left: Callable[[], list[Any]] = partial(leftovers, index, open=opening)
-        self.remove: Callable[..., bool] = partial(remove_leftover, index, open=opening)
+        self.left: Callable[[], list[Any]] = partial(orphaned_resources, index, open=opening)
+        self.remove: Callable[..., bool] = partial(remove_orphaned_resource, index, open=opening)
 
     def ended(self, state: JobState = JobState.FAILED) -> JobId:
         """An attempt that ended, and left something."""
