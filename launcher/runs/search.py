@@ -138,7 +138,7 @@ class Search:
         return self._trials[number].should_prune()
 
     def tell(self, number: int, values: Sequence[float] | None, *, pruned: bool = False) -> None:
-        """Report the end of a trial: its objectives, each the smaller the better, or None if it was pruned or failed."""
+        """Report the end of a trial: its objectives, the smaller the better, or None if it was pruned or failed."""
         if self.study is None:
             return
         states = self._optuna.trial.TrialState

@@ -146,7 +146,7 @@ def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_w
     assert written.read_text().startswith("# evaluation.words.acc 0.0300, validation loss 0.0300")
     with pytest.raises(LauncherError, match=r"no score evaluation.words.f1; there are evaluation.words.acc"):
         swept(grid, train, evaluation={"tasks": ["words"]}, objectives=["evaluation.words.f1"])
-    with pytest.raises(ValidationError, match=r"evaluation.tasks=\['words'\] does not ask hellaswag; add it there"):
+    with pytest.raises(ValidationError, match=r"evaluation.tasks=\['words'\] does not have hellaswag; add it there"):
         swept(grid, train, evaluation={"tasks": ["words"]}, objectives=["evaluation.hellaswag.acc"])
 
 

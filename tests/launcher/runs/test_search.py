@@ -138,7 +138,7 @@ def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() ->
         ({"space": {"a": {"kind": "uniform", "low": 2, "high": 1}}, "sampler": "tpe", "trials": 1}, "below high=1"),
         ({"space": {"a": {"kind": "log-uniform", "low": 0, "high": 1}}, "sampler": "tpe", "trials": 1}, "above 0"),
         ({"grid": {"a": [1]}, "space": {"a": SPACE["train.betas"]}, "sampler": "tpe", "trials": 1}, "keep one"),
-        ({"grid": {"a": [1]}, "prune": "asha", "objectives": ["cost"]}, "validation loss alone"),
+        ({"grid": {"a": [1]}, "prune": "asha", "objectives": ["cost"]}, "compares only validation losses"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_with_the_setting_to_change(given: dict[str, Any], said: str) -> None:
