@@ -106,7 +106,7 @@ class SlurmCommands:
         assert words[:4] == ["-n", "-X", "-P", "-a"]
         assert words[-2:] == ["-o", "JobIDRaw,State,Start,NodeList,User,JobName,Comment"]
         names = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
-        numbers = [int(words[words.index("-j") + 1])] if "-j" in words else []
+        numbers = [int(word.removeprefix("--jobs=")) for word in words if word.startswith("--jobs=")]
         rows = [job for job in self._seen(self.accounts) if job.name in names or job.number in numbers]
         return 0, "".join(
             f"{job.number}|{job.state}|2026-11-28T11:03:48|n[0-1]|{job.user}|{job.name}|\n" for job in rows

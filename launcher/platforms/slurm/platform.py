@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import shutil
@@ -11,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import Annotated, ClassVar, NamedTuple
@@ -39,19 +39,19 @@ from litgpt_demo.storage import Storage, is_remote, open_storage
 from litgpt_demo.storage.private import make_private
 
 SUBMITTED, CANCELLED = "submission.json", "cancelled.json"
-"""The files in the attempt's folder that say what Slurm forgets, soon after a job's end where there are no accounts."""
+"""Files in the attempt's folder. Without accounting, Slurm forgets a job soon after its end."""
 
-_WORDS = {
+_STATE_CODES = {
     JobState.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_FED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD",
     JobState.RUNNING: "RUNNING COMPLETING SUSPENDED STOPPED SIGNALING RESIZING STAGE_OUT",
     JobState.SUCCEEDED: "COMPLETED",
     JobState.FAILED: "FAILED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY BOOT_FAIL DEADLINE REVOKED",
     JobState.CANCELLED: "CANCELLED",
 }
-"""Slurm's words (https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES). Another one is UNKNOWN."""
-_STATES = {word: state for state, words in _WORDS.items() for word in words.split()}
+"""Slurm's codes (https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES). Any other code is UNKNOWN."""
+_STATES = {code: state for state, codes in _STATE_CODES.items() for code in codes.split()}
 
-_MEANS = {
+_FAILURE_CLASSES = {
     "TIMEOUT": FailureClass.PREEMPTED,
     "PREEMPTED": FailureClass.PREEMPTED,
     "NODE_FAIL": FailureClass.NODE,
@@ -95,13 +95,13 @@ _LASTING = re.compile(
 _OF_ONE_USER = re.compile(r"AssocMax\w+|QOSMax\w+PerUser(?:Limit)?")
 
 # What slurmctld, munge or the way to them say when they are away for a while (src/common/slurm_errno.c), and ssh.
-_AWAY = re.compile(
+_TRANSIENT = re.compile(
     r"Unable to contact slurm controller|Connection (?:refused|reset)|Zero Bytes|Message (?:receive|send) failure"
     r"|temporarily unable|Resource temporarily unavailable|communication connection failure|Munge|authentication"
     r"|slurmdbd|config source|DNS SRV|Could not resolve|kex_exchange|Connection closed|timed out|No route to host",
     re.IGNORECASE,
 )
-_OVER = re.compile(r"Invalid job id|already completing or completed", re.IGNORECASE)
+_ALREADY_DONE = re.compile(r"Invalid job id|already completing or completed", re.IGNORECASE)
 _NO_ACCOUNTS = re.compile("accounting storage is disabled", re.IGNORECASE)
 _FRESH = 2.0
 """Seconds for which one look at a job answers for its state and its logs."""
@@ -134,8 +134,16 @@ class _Row(NamedTuple):
     comment: str
 
     @property
+    def job_state(self) -> JobState:
+        return _STATES.get(self.state, JobState.UNKNOWN)
+
+    @property
+    def native(self) -> str:
+        return f"{self.state} (job {self.number})"
+
+    @property
     def has_ended(self) -> bool:
-        return _STATES.get(self.state, JobState.UNKNOWN).is_final
+        return self.job_state.is_final
 
 
 class SlurmSubmission(Settings):
@@ -162,11 +170,10 @@ class SlurmPlatform:
 
     def __init__(self, settings: SlurmPlatformConfig, *, settle: float = 20.0) -> None:
         self._settings, self._settle = settings, settle
-        self._user, self._cluster = "", ""
-        self._seen = dict[str, tuple[_Row, float]]()
+        self._rows = dict[str, tuple[_Row, float]]()
         self._records = dict[SlurmJob, SlurmSubmission]()
-        self._refused = dict[str, float]()
-        """Since when a job has waited for what does not pass by itself, by its name."""
+        self._stuck_since = dict[str, float]()
+        """Since when a job has waited for a reason that does not pass, by its name."""
         self._settled: set[JobId] = set()
 
     def render(self, job: Job) -> Submission:
@@ -192,10 +199,10 @@ class SlurmPlatform:
                     what = f"platform.time={settings.time}, and the partition {name.rstrip('*')} allows {limit}"
                     yield Finding("error", "slurm.time", what, "shorten it: the next attempt goes on where one ends")
             # The controller itself says whether the partition, account, qos and nodes are to be had; nothing is made.
-            self._run("sbatch", "--test-only", given=submission.body["script"])
+            self._run("sbatch", "--test-only", stdin=submission.body["script"])
         except PlatformRefused as error:
-            there = "; ".join(table.splitlines())
-            fix = f"take what the cluster has (partition, its state and time limit, nodes, their GPUs): {there}"
+            fix = "take what the cluster has (partition, its state and time limit, nodes, their GPUs): "
+            fix += "; ".join(table.splitlines())
             yield Finding("error", "slurm.refused", error.what, fix)
         except LauncherError as error:
             codes = {NotInstalled: "commands", LoginProblem: "login"}
@@ -210,8 +217,11 @@ class SlurmPlatform:
         return f"Slurm answers{where}: {_answer('^slurm.*', self._run('sinfo', '--version'), 'sinfo --version')}"
 
     def submit(self, submission: Submission) -> JobId:
-        """Submit the script once. The submitter is written down first: where an orchestrator dies before it has written
-        the number, the next one finds the job by its name, which no other job has."""
+        """Submit the script once.
+
+        The submitter is recorded first. If an orchestrator dies before it has recorded the number, the next one finds
+        the job by its name, which no other job has.
+        """
         job, script = SlurmJob.of(submission.job_id), submission.body["script"]
         if UNBUILT in script:
             raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
@@ -220,12 +230,12 @@ class SlurmPlatform:
         if record is not None and record.number is not None:
             return submission.job_id
         if row is None and record is not None:
-            self._require_sight(job, record)
+            self._require_visibility(job, record)
         if row is None:
             self._refuse_rivals(script)
             if not is_remote(job.directory):  # one that a node made would be on its own disk
                 make_private(Path(job.directory))
-            user, cluster = self._whoami()
+            user, cluster = self._whoami
             _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster))
             try:
                 number, user = self._launch(job, script)
@@ -233,21 +243,21 @@ class SlurmPlatform:
                 attempt.remove(SUBMITTED)
                 raise
         else:
-            number, user, cluster = row.number, row.user, self._whoami()[1]
+            number, user, cluster = row.number, row.user, self._whoami[1]
         _write(attempt, SlurmSubmission(name=job.name, user=user, cluster=cluster, number=number))
-        self._seen.pop(job.name, None)
+        self._rows.pop(job.name, None)
         return submission.job_id
 
     def _launch(self, job: SlurmJob, script: str) -> tuple[int, str]:
         """Submit the script; return the number and the user of the job, which is the first of two made at once.
 
-        The queue is looked at whatever sbatch says: its words, or those of a site's wrapper, may follow a submission
-        that went through.
+        The queue is read whatever sbatch prints: sbatch or a site's wrapper may report an error after a submission that
+        succeeded.
         """
         refusal: PlatformRefused | None = None
         printed = ""
         try:
-            printed = self._run("sbatch", "--parsable", given=script)
+            printed = self._run("sbatch", "--parsable", stdin=script)
         except PlatformRefused as error:
             refusal = error
         numbers = [int(number) for number in re.findall(r"^([0-9]+)(?:;\S*)?$", printed, re.MULTILINE)]
@@ -261,10 +271,10 @@ class SlurmPlatform:
             raise refusal
         if not numbers:
             raise PlatformUnreachable(f"`sbatch` printed no job's number, but {printed[:200]!r}")
-        return numbers[-1], self._whoami()[0]
+        return numbers[-1], self._whoami[0]
 
     def _refuse_rivals(self, script: str) -> None:
-        """Refuse to submit beside a job of the same run and root."""
+        """Refuse to submit while another job of the same run and root exists."""
         run = _RUN.search(script)
         for row in self._queue():
             listed = _RUN.search(row.comment)
@@ -277,75 +287,91 @@ class SlurmPlatform:
         return job_id == SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return what the queue says, else the accounts, else what the nodes have left in the run's folder.
+        """Return the state from the queue, else from the accounts, else from the nodes' reports in the run's folder.
 
         A job that is in none of them is FAILED for the user who submitted it, who sees all of their own jobs on that
         cluster. For another user it is PlatformUnreachable: sites may hide jobs from others.
         """
         job = SlurmJob.of(job_id)
-        record, attempt = self._submission_of(job), open_storage(job.directory)
+        record = self._submission_of(job)
         row = self._find(job, record)
-        word = row.state if row else ""
-        native = f"{word} (job {row.number})" if row else "no longer known to Slurm"
-        state, started = _STATES.get(word, JobState.UNKNOWN), _moment(row.start) if row else None
-        if row and state is JobState.PENDING:
-            return self._waiting(row, native)
-        self._refused.pop(job.name, None)
-        if row and state.is_live:
-            begun = started if state is JobState.RUNNING else None
-            # Where Slurm's list has one name each; a range such as n[0-3] is left to the reports.
-            hosts = dict(enumerate(row.nodes.split(","))) if row.nodes and "[" not in row.nodes else {}
-            return JobStatus(state=state, native=native, scheduled=begun, started=begun, pulled=begun, hosts=hosts)
-        blocked = FAILED.fullmatch(row.comment) if row else None
-        patience = self._settle if row and not blocked and job_id not in self._settled else 0.0
-        codes = exit_codes(attempt, nodes=job.nodes, patience=patience)
-        self._settled.add(job_id)
         if row is None and record is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
+        if row is None or row.job_state is not JobState.PENDING:
+            self._stuck_since.pop(job.name, None)
+        if row is None or row.has_ended:
+            return self._ended(job, record, row)
+        if row.job_state is JobState.PENDING:
+            return self._waiting(row)
+        started = _moment(row.start) if row.job_state is JobState.RUNNING else None
+        hosts = {}
+        if row.nodes and "[" not in row.nodes:  # a range such as n[0-3] is left to the reports
+            hosts = dict(enumerate(row.nodes.split(",")))
+        return JobStatus(
+            state=row.job_state, native=row.native, scheduled=started, started=started, pulled=started, hosts=hosts
+        )
+
+    def _ended(self, job: SlurmJob, record: SlurmSubmission | None, row: _Row | None) -> JobStatus:
+        """Return the state of a job that is over or unknown to Slurm."""
+        attempt = open_storage(job.directory)
+        blocked = FAILED.fullmatch(row.comment) if row else None
+        patience = 0.0
+        if row is not None and not blocked and job.job_id not in self._settled:
+            patience = self._settle
+        codes = exit_codes(attempt, nodes=job.nodes, patience=patience)
+        self._settled.add(job.job_id)
+        state = row.job_state if row else JobState.FAILED
         if attempt.exists(CANCELLED):
             state = JobState.CANCELLED
         elif len(codes) == job.nodes and not any(codes.values()):
-            state = JobState.SUCCEEDED  # whatever Slurm says of the end of a job whose nodes have done their work
-        elif row is None and record is not None:
-            if len(codes) < job.nodes:
-                self._require_sight(job, record)
-                if record.number is None:  # its submitter died before it was submitted
-                    return JobStatus(state=JobState.ABSENT, native="absent")
-            state = JobState.FAILED
+            state = JobState.SUCCEEDED  # the nodes have done their work, whatever Slurm says of the job's end
+        elif row is None and record is not None and len(codes) < job.nodes:
+            self._require_visibility(job, record)
+            if record.number is None:  # its submitter died before it was submitted
+                return JobStatus(state=JobState.ABSENT, native="absent")
         elif state is JobState.SUCCEEDED and any(codes.values()):
             state = JobState.FAILED
         if blocked:
             codes = {0: EXIT_CODES[FailureClass.USER]} | codes
-        if word in _MEANS:
-            codes = dict.fromkeys(range(job.nodes), EXIT_CODES[_MEANS[word]]) | codes
+        if row is not None and row.state in _FAILURE_CLASSES:
+            codes = dict.fromkeys(range(job.nodes), EXIT_CODES[_FAILURE_CLASSES[row.state]]) | codes
+        started = _moment(row.start) if row else None
         return JobStatus(
-            state=state, native=native, exit_codes=codes, started=started, scheduled=started,
+            state=state,
+            native=row.native if row else "no longer known to Slurm",
+            exit_codes=codes,
+            started=started,
+            scheduled=started,
             evictions={0: blocked[1]} if blocked else {},
-        )  # fmt: skip
-
-    def _waiting(self, row: _Row, native: str) -> JobStatus:
-        code = row.reason.strip("()").partition(",")[0]
-        lasts = bool(_LASTING.fullmatch(code)) or (
-            bool(_OF_ONE_USER.fullmatch(code))
-            and not any(_STATES.get(job.state) is JobState.RUNNING for job in self._queue(f"--user={row.user}"))
         )
-        reasons: tuple[Finding, ...] = () if code in {"None", ""} else (_reason(row, code, lasts=lasts),)
-        now = time.monotonic()
-        since = self._refused[row.name] = min(self._refused.get(row.name, math.inf), now) if lasts else math.inf
-        refused = reasons[0] if now >= since + self._settings.refused_after else None
-        # Not part of the reason, which is news whenever its words change.
-        if start := _moment(row.start):
+
+    def _waiting(self, row: _Row) -> JobStatus:
+        code = row.reason.strip("()").partition(",")[0]
+        lasts = bool(_LASTING.fullmatch(code))
+        if not lasts and _OF_ONE_USER.fullmatch(code):
+            lasts = not any(job.job_state is JobState.RUNNING for job in self._queue(f"--user={row.user}"))
+        reasons: tuple[Finding, ...] = ()
+        if code not in {"None", ""}:
+            reasons = (_reason(row, code, lasts=lasts),)
+        refused, now = None, time.monotonic()
+        if not lasts:
+            self._stuck_since.pop(row.name, None)
+        elif now >= self._stuck_since.setdefault(row.name, now) + self._settings.refused_after:
+            refused = reasons[0]
+        native, start = row.native, _moment(row.start)
+        if start is not None:  # not in the reason, which is reported each time that its text changes
             native += f", which Slurm expects to start at {datetime.fromtimestamp(start, UTC):%Y-%m-%d %H:%M} UTC"
         return JobStatus(state=JobState.PENDING, native=native, reasons=reasons, refused=refused)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         job = SlurmJob.of(job_id)
-        row = self._find(job, self._submission_of(job))  # before reading: an ended job's unfinished line is a line too
+        # Before reading: the last line of an ended job counts without a line break.
+        row = self._find(job, self._submission_of(job))
         ended = row is None or row.has_ended
         return page_of(open_storage(job.directory), job.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
-        """Let the nodes save, then end the job; what is left is asked for until nothing is."""
+        """Let the nodes save, then end the job and wait until it is gone."""
         cancelled, pause, start = False, 0.1, time.monotonic()
         while (row := self._live(job_id)) is not None:
             if row.state == "RUNNING" and not cancelled:
@@ -368,11 +394,11 @@ class SlurmPlatform:
 
     def _scancel(self, row: _Row, *flags: str) -> None:
         try:
-            self._run("scancel", *flags, str(row.number), unless=_OVER)
+            self._run("scancel", *flags, str(row.number), ignore_errors=_ALREADY_DONE)
         except PlatformRefused as error:
             if "denied" not in error.what:
                 raise
-            what = f"job {row.number} is {row.user}'s, and Slurm does not let {self._whoami()[0]} end it ({error.what})"
+            what = f"job {row.number} is {row.user}'s, and Slurm does not let {self._whoami[0]} end it ({error.what})"
             raise PlatformRefused(what, fix=f"ask {row.user} to cancel it") from error
 
     def _live(self, job_id: JobId) -> _Row | None:
@@ -398,8 +424,8 @@ class SlurmPlatform:
             self._records[job] = record
         return record
 
-    def _require_sight(self, job: SlurmJob, record: SlurmSubmission) -> None:
-        user, cluster = self._whoami()
+    def _require_visibility(self, job: SlurmJob, record: SlurmSubmission) -> None:
+        user, cluster = self._whoami
         if (record.user, record.cluster) == (user, cluster):
             return
         which = job.name if record.number is None else f"{record.number} ({job.name})"
@@ -407,56 +433,58 @@ class SlurmPlatform:
         what = f"{what}, and Slurm does not show it to {user} on {cluster!r}: it may be running"
         file = open_storage(job.directory).address(SUBMITTED)
         fix = f"run this as {record.user} on that cluster; where the job has surely ended, remove {file}"
-        # One that has no number may be on its way to Slurm at this moment: who asks again sees it.
+        # A job without a number may be on its way to Slurm, and be visible to the next query.
         raise PlatformUnreachable(what, fix=fix, no_retry=record.number is not None)
 
     def _find(self, job: SlurmJob, record: SlurmSubmission | None, *, fresh: bool = False) -> _Row | None:
-        """Return the job from the queue or else the accounts, of whatever user: by its number, else by its name. A
-        number that another job has by now, as after a new installation, is that of no job of ours."""
+        """Return the job of any user from the queue, else from the accounts: by its number, else by its name.
+
+        After a new installation of Slurm another job may have the number, so that names are compared too.
+        """
         number = record.number if record else None
-        known = self._seen.get(job.name)
-        if not fresh and known is not None and time.monotonic() < known[1] + _FRESH:
-            return known[0]
-        rows = self._queue(f"--name={job.name}" if number is None else f"--jobs={number}")
+        if not fresh and job.name in self._rows:
+            row, queried = self._rows[job.name]
+            if time.monotonic() < queried + _FRESH:
+                return row
+        which = f"--name={job.name}" if number is None else f"--jobs={number}"
+        rows = self._queue(which)
         if record is not None and not rows:
-            begin = datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d")
-            which = ("-S", begin, f"--name={job.name}") if number is None else ("-j", str(number))
+            since: tuple[str, ...] = ()
+            if number is None:  # by name, sacct lists the jobs of today unless it is given a date
+                since = ("-S", datetime.fromtimestamp(time.time() - 90 * 86_400).strftime("%Y-%m-%d"))
             columns = "JobIDRaw,State,Start,NodeList,User,JobName,Comment"
-            command = ("sacct", "-n", "-X", "-P", "-a", *which, "-o", columns)
-            for jobid, state, *fields in _fields(self._run(*command, unless=_NO_ACCOUNTS), 7):
+            command = ("sacct", "-n", "-X", "-P", "-a", *since, which, "-o", columns)
+            for jobid, state, *fields in _fields(self._run(*command, ignore_errors=_NO_ACCOUNTS), 7):
                 rows.append(_Row(int(jobid), *(state.partition(" ")[0], "", *fields)))
         found = min((row for row in rows if row.name == job.name), default=None)
-        if found is not None:  # a job that is not there may be submitted at any moment
-            self._seen[job.name] = found, time.monotonic()
+        if found is not None:  # a job that does not exist may be submitted at any moment
+            self._rows[job.name] = found, time.monotonic()
         return found
 
     def _queue(self, *which: str) -> list[_Row]:
-        text = self._run("squeue", "-h", "-t", "all", *which, "-o", _FORMAT, unless=_OVER)
+        text = self._run("squeue", "-h", "-t", "all", *which, "-o", _FORMAT, ignore_errors=_ALREADY_DONE)
         return [_Row(int(number), *fields) for number, *fields in _fields(text, 8)]
 
+    @cached_property
     def _whoami(self) -> tuple[str, str]:
-        """Return the user and the cluster that commands are run as and on."""
-        if not self._user:
-            cluster = _CLUSTER.search(self._run("scontrol", "show", "config"))
-            self._cluster = cluster[1] if cluster else ""
-            self._user = _answer(r"^\S+$", self._run("id", "-un"), "id -un")
-        return self._user, self._cluster
+        """Return the user and the cluster of all commands."""
+        cluster = _CLUSTER.search(self._run("scontrol", "show", "config"))
+        return _answer(r"^\S+$", self._run("id", "-un"), "id -un"), cluster[1] if cluster else ""
 
-    def _run(self, *words: str, given: str = "", unless: re.Pattern[str] | None = None) -> str:
-        """Return what a command prints; `unless` has words of a no that is none."""
-        host = self._settings.host
-        command = ["sh", "-c", _AS_WRITTEN, "sh", *words]
+    def _run(self, *argv: str, stdin: str = "", ignore_errors: re.Pattern[str] | None = None) -> str:
+        """Run a command and return its output. Errors that match `ignore_errors` count as success."""
+        host, program = self._settings.host, argv[0]
+        command = ["sh", "-c", _AS_WRITTEN, "sh", *argv]
         if host is not None:
             flags = ("-o", "BatchMode=yes", "-o", "ForwardAgent=no")  # the node's root could use the agent's keys
-            command = ["ssh", *flags, "--", host, shlex.join(command)]
-        program = words[0] if host is None else "ssh"
+            command, program = ["ssh", *flags, "--", host, shlex.join(command)], "ssh"
         if shutil.which(program) is None:
             fix = "run it on a login node of the cluster, or name one: platform.host"
             raise NotInstalled(f"platform.kind=slurm needs `{program}`, which is not on PATH", fix=fix)
         try:
             done = subprocess.run(
                 command,
-                input=given,
+                input=stdin,
                 text=True,
                 capture_output=True,
                 timeout=timeouts.SLURM_COMMAND,
@@ -464,22 +492,22 @@ class SlurmPlatform:
                 errors="replace",
             )
         except subprocess.TimeoutExpired as error:
-            raise PlatformUnreachable(
-                f"`{shlex.join(words)}` did not end within {timeouts.SLURM_COMMAND:.0f} s"
-            ) from error
-        said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        if done.returncode == 0 or (unless is not None and unless.search(said)):
+            what = f"`{shlex.join(argv)}` did not end within {timeouts.SLURM_COMMAND:.0f} s"
+            raise PlatformUnreachable(what) from error
+        code = done.returncode
+        message = " ".join(done.stderr.split()) or f"exit code {code}"
+        if code == 0 or (ignore_errors is not None and ignore_errors.search(message)):
             return done.stdout
-        what = f"`{words[0]}` says: {said[:1000]}"
-        if host is not None and done.returncode == 255:
-            if "Permission denied" in said or "Host key verification" in said:
-                raise LoginProblem(f"ssh {host}: {said[:1000]}", fix=f"see that `ssh {host} true` asks nothing")
+        what = f"`{argv[0]}` says: {message[:1000]}"
+        if host is not None and code == 255:
+            if "Permission denied" in message or "Host key verification" in message:
+                raise LoginProblem(f"ssh {host}: {message[:1000]}", fix=f"see that `ssh {host} true` asks nothing")
             raise PlatformUnreachable(what)
-        if done.returncode == 127:
-            what = f"{host or 'this machine'} has no `{words[0]}` on PATH"
+        if code == 127:
+            what = f"{host or 'this machine'} has no `{argv[0]}` on PATH"
             raise NotInstalled(what, fix="name a login node of the cluster")
         # A command that was killed may have done its work. Slurm's own exit codes go up to 255, as 210 for "denied".
-        if _AWAY.search(said) or done.returncode < 0 or done.returncode - 128 in {SIGHUP, SIGINT, SIGKILL, SIGTERM}:
+        if _TRANSIENT.search(message) or code < 0 or code - 128 in {SIGHUP, SIGINT, SIGKILL, SIGTERM}:
             raise PlatformUnreachable(what)
         raise PlatformRefused(what, fix="fix what it names in the `platform` section: `sinfo` and `sacctmgr` list it")
 

@@ -503,7 +503,7 @@ def test_greetings_are_no_part_of_an_answer(slurm: Callable[..., Any]) -> None:
     slurm(sinfo=f"{BANNER}slurm-wlm 22.05.8\n", id=f"{BANNER}\nalice\n")
     platform = SlurmPlatform(settings_of(host="me@login"))
     assert platform.check_access() == "Slurm answers on me@login: slurm-wlm 22.05.8"
-    assert platform._whoami() == ("alice", "")
+    assert platform._whoami == ("alice", "")
     slurm(sinfo=BANNER)
     with pytest.raises(PlatformUnreachable, match="`sinfo --version` gave no answer, but printed 'Welcome"):
         platform.check_access()
