@@ -1,4 +1,4 @@
-"""This machine as a platform: every node is a process here, under a supervisor that belongs to nobody."""
+"""This machine as a platform: every node is a process of this machine, under a supervisor without a parent."""
 
 from __future__ import annotations
 
@@ -36,16 +36,19 @@ T = TypeVar("T")
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
-"""Variables that let their reader start programs by Prefect's server; a worker has them, and so may a user's shell."""
+"""Variables of a worker or a user's shell whose reader can start programs through Prefect's server."""
 
 
 class LocalPlatform:
-    """Runs the nodes of a job as processes of this machine. A job's id is its directory; that of a job whose own is in
-    a bucket is in `jobs` under $TRAIN_LITGPT_HOME or ~/.train-litgpt."""
+    """Runs the nodes of a job as processes of this machine.
+
+    A job's id is its directory. For a run in a bucket that is a folder of `jobs` in $TRAIN_LITGPT_HOME or
+    ~/.train-litgpt.
+    """
 
     name: ClassVar[str] = "local"
     is_remote_service: ClassVar[bool] = False
-    poll_seconds: ClassVar[float] = 0.5  # a look costs two file reads
+    poll_seconds: ClassVar[float] = 0.5  # a query costs two file reads
 
     def __init__(self, settings: LocalPlatformConfig) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
@@ -55,26 +58,29 @@ class LocalPlatform:
         self._working_directory = Path.cwd()
 
     def render(self, job: Job) -> Submission:
-        directory = os.path.normpath(
-            self._state / job.attempt_name if is_remote(job.directory) else self._working_directory / job.directory
-        )
-        # All nodes are here: gloo must not look for an address that the host name may not have, and neither it nor
-        # NCCL is to listen where other machines can reach it.
-        mine = {
+        directory = os.path.normpath(self._working_directory / job.directory)
+        if is_remote(job.directory):
+            directory = os.path.normpath(self._state / job.attempt_name)
+        # All nodes are on this machine. Gloo must not look for an address that the host name may not have, and other
+        # machines must not reach the ports of gloo and NCCL.
+        variables = {
             JOB_TAG: directory,
             "GLOO_SOCKET_IFNAME": _LOOPBACK,
-            **({} if "NCCL_SOCKET_IFNAME" in job.env else {"NCCL_SOCKET_IFNAME": _LOOPBACK}),
+            "NCCL_SOCKET_IFNAME": _LOOPBACK,
             "OMP_NUM_THREADS": str(max(1, self._cores // max(1, job.world_size))),
             "PYTHONUNBUFFERED": "1",
         }
-        own = [Entry(name=name, value=value, origin="platform", why="for ranks here") for name, value in mine.items()]
+        if "NCCL_SOCKET_IFNAME" in job.env:
+            del variables["NCCL_SOCKET_IFNAME"]
+        why = "for ranks on this machine"
+        own = [Entry(name=name, value=value, origin="platform", why=why) for name, value in variables.items()]
         entries = combined(own, job.env, {}, None)
         master = f"env:{MASTER}" if self._port is None else f"127.0.0.1:{self._port}"
         env = {entry.name: entry.value for entry in entries}
         nodes = []
         for number in range(job.nodes):
-            words = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
-            nodes.append({"node": number, "argv": [*PYTHON, *words], "env": dict(env)})
+            command = job.node_command(node_rank=str(number), master=master, directory=directory, grace=self._grace)
+            nodes.append({"node": number, "argv": [*PYTHON, *command], "env": dict(env)})
         body = {
             "directory": directory,
             "working_directory": str(self._working_directory),
@@ -90,7 +96,8 @@ class LocalPlatform:
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         body = submission.body
-        if problem := _port_problem(body["port"], Path(submission.job_id)):
+        problem = _port_problem(body["port"], Path(submission.job_id))
+        if problem:
             yield Finding("error", "local.port", *problem)
         if body["ranks"] > self._cores:
             what = f"{body['ranks']} processes share {self._cores} cores"
@@ -103,26 +110,29 @@ class LocalPlatform:
         return "this machine runs the nodes"
 
     def submit(self, submission: Submission) -> JobId:
-        """Start the job under a supervisor of its own; one that lives or has lived is left as it is."""
+        """Start the job under its own supervisor, unless it has been started before."""
         directory = Path(submission.job_id)
-        # A submitter that died may only have written the job down: then it may be started.
+        # A submitter may have died after it recorded the job: then the job may be started.
         if _live(directory) or (directory / SUPERVISOR).exists():
             return submission.job_id
-        if missing := [name for name in submission.body["secrets"] if not os.environ.get(name)]:
+        missing = [name for name in submission.body["secrets"] if not os.environ.get(name)]
+        if missing:
             what = f"the job needs {', '.join(missing)} in the environment it is submitted from"
             raise PlatformRefused(what, fix="export it")
-        if problem := _port_problem(submission.body["port"], directory):
+        problem = _port_problem(submission.body["port"], directory)
+        if problem:
             raise PlatformRefused(" -> ".join(problem))
         try:
             make_private(directory)
             lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 while not _locked(lock, fcntl.LOCK_EX):
-                    if _live(directory):  # the lock is somebody else's: then the job lives
+                    if _live(directory):  # the supervisor of the job holds the lock
                         return submission.job_id
-                    time.sleep(0.01)  # only somebody who asked, see _live
+                    time.sleep(0.01)  # a query holds the lock for a moment, see _live
                 if not (directory / SUPERVISOR).exists():
-                    if running := processes_with_env(JOB_TAG, submission.job_id):  # its folder was deleted while it ran
+                    running = processes_with_env(JOB_TAG, submission.job_id)
+                    if running:
                         pids = ", ".join(str(process.pid) for process in running)
                         what = f"{directory} was deleted while a job ran in it, whose processes still run: {pids}"
                         raise PlatformRefused(what, fix="end them, and run again")
@@ -135,7 +145,7 @@ class LocalPlatform:
         return submission.job_id
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """The id is the folder. That of a run in a bucket is in this machine's temporary one, wherever that was."""
+        """Compare the folder with the id. For a run in a bucket, only the folder's name is compared."""
         if is_remote(directory):
             return Path(job_id).is_absolute() and Path(job_id).name == attempt_name
         return not is_remote(job_id) and os.path.realpath(job_id) == os.path.realpath(directory)
@@ -146,7 +156,7 @@ class LocalPlatform:
             if not (directory / SUBMISSION).exists():
                 return JobStatus(state=JobState.ABSENT, native="absent")
         status = partial(JobStatus, scheduled=0.0, pulled=0.0)  # nothing queues here, and no image is pulled
-        # In this order: the result is there before the lock is free.
+        # In this order: the result is written before the lock is released.
         if _live(directory):
             return status(state=JobState.RUNNING, native="running", started=_supervisor(directory).started)
         result = _read(directory / RESULT, _Result)
@@ -156,17 +166,17 @@ class LocalPlatform:
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         directory = Path(job_id)
-        ended = not _live(directory)  # asked before reading: what an ended job leaves unfinished is a line too
+        ended = not _live(directory)  # before reading: the last line of an ended job counts without a line break
         nodes = _submitted(directory).body.nodes
         return page_of(open_storage(job_id), len(nodes), position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
-        """Ask the supervisor to end the job, then end whatever carries the job's mark, supervisor or no."""
+        """Terminate the supervisor, which ends the job. Then kill all processes with the job's mark."""
         directory = Path(job_id)
         deadline = time.monotonic() + self._grace + 10
         is_terminated = False
         while _live(directory) and time.monotonic() < deadline:
-            # The pid that the supervisor wrote may be another process's by now, so its mark has to be there too.
+            # Another process may have the supervisor's pid by now, so that the process must have the job's mark too.
             pid = _supervisor(directory).pid
             for process in processes_with_env(JOB_TAG, _mark(directory)):
                 if process.pid == pid and not is_terminated:
@@ -174,8 +184,9 @@ class LocalPlatform:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.terminate()
             time.sleep(0.05)
-        if left := kill_by_env_marker(JOB_TAG, _mark(directory), grace=5):
-            pids = ", ".join(str(process.pid) for process in left)
+        remaining = kill_by_env_marker(JOB_TAG, _mark(directory), grace=5)
+        if remaining:
+            pids = ", ".join(str(process.pid) for process in remaining)
             raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
             started = _supervisor(directory).started
@@ -188,8 +199,10 @@ class LocalPlatform:
 
 
 def _refuse_rivals(run: str, directory: Path) -> None:
-    """Refuse to submit beside a job of the same run and root."""
-    for folder in directory.parent.iterdir() if run else ():
+    """Refuse to submit while another job of the same run and root is alive."""
+    if not run:
+        return
+    for folder in directory.parent.iterdir():
         if folder != directory and _live(folder) and _submitted(folder).body.run == run:
             pids = " ".join(str(process.pid) for process in processes_with_env(JOB_TAG, _mark(folder)))
             raise rival(f"the job in {folder}", run, end=f"kill {pids}")
@@ -198,12 +211,13 @@ def _refuse_rivals(run: str, directory: Path) -> None:
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
     if port is None or port_is_free(port) or _live(directory):
         return None
-    who = "a process of somebody else"
-    with contextlib.suppress(psutil.Error, StopIteration):
-        listening = [one for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.pid]
-        pid = next(one.pid for one in listening if one.laddr and one.laddr.port == port)
-        who = f"process {pid} ({psutil.Process(pid).name()})"
-    return f"port {port} is in use by {who}", "end it, or leave platform.port out, which takes a free one"
+    owner = "a process of somebody else"
+    with contextlib.suppress(psutil.Error):
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+            if listens and connection.pid:
+                owner = f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    return f"port {port} is in use by {owner}", "end it, or leave platform.port out, which takes a free one"
 
 
 class _Body(BaseModel):
@@ -212,7 +226,7 @@ class _Body(BaseModel):
 
 
 class _Submitted(BaseModel):
-    """What is read of the submission again, which nodes may have overwritten."""
+    """The fields that are read from the stored submission, which nodes may have overwritten."""
 
     job_id: str = ""
     body: _Body = _Body()
@@ -247,7 +261,7 @@ def _supervisor(directory: Path) -> _Supervisor:
 
 
 def _live(directory: Path) -> bool:
-    # A supervisor, or a submitter about to start one, holds the lock. Asking takes a shared one for a moment.
+    # A supervisor, or a submitter that starts one, holds the lock. A query takes a shared lock for a moment.
     try:
         with (directory / LOCK).open("rb") as lock:
             return not _locked(lock.fileno(), fcntl.LOCK_SH)
@@ -264,7 +278,7 @@ def _locked(lock: int, how: int) -> bool:
 
 
 def _start(submission: Submission, directory: Path, lock: int) -> None:
-    """Write the submission down and start its supervisor, which keeps the lock when this process has closed it."""
+    """Store the submission and start its supervisor, which keeps the lock after this process has closed it."""
     content = {"platform": submission.platform, "job_id": submission.job_id, "body": dict(submission.body)}
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
         preallocate(directory / name)
@@ -273,7 +287,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     withheld = _PREFECTS_KEYS - {*submission.body["secrets"]}
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     with (directory / "supervisor.log").open("ab") as log:
-        # Returns at once: the supervisor leaves its parent behind.
+        # Returns at once: the supervisor forks.
         started = subprocess.run(
             [*PYTHON, "-m", "launcher.platforms.local.supervisor", str(directory)],
             env={**inherited, JOB_TAG: submission.job_id},
@@ -291,12 +305,12 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
 
 
 def _last_words(directory: Path) -> str:
-    # Of a supervisor that fell; a killed one left none.
+    # A supervisor that was killed has printed nothing.
     log = directory / "supervisor.log"
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     return f": {lines[-1].strip()}" if lines else ""
 
 
 def _mark(directory: Path) -> str:
-    """Return the mark of the job's processes: its id when it was submitted, before its root was moved."""
+    """Return the mark of the job's processes: the job's id at its submission, before its root was moved."""
     return _submitted(directory).job_id or str(directory)

@@ -31,7 +31,7 @@ class LocalPlatformConfig(PlatformSettings, title="This machine"):
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
-        """Yield a finding for each that is not in the environment, which ranks inherit."""
+        """Yield a finding for each secret that is missing in the environment, which ranks inherit."""
         for name in names:
             if not os.environ.get(name):
                 what = f"the training needs the secret {name}, and this environment has no such variable"

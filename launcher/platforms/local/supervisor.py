@@ -1,10 +1,10 @@
-"""The process that runs one local job: it starts the nodes, ends the others when one fails, and writes what came of it.
+"""The process that runs one local job: it starts the nodes, ends the others when one fails, and writes the result.
 
     python -m launcher.platforms.local.supervisor <directory>
 
-It belongs to nobody: its own session, no terminal, no parent, so that neither a cancelled flow nor a dead worker takes
-a training with it. That it lives is told by its lock on `<directory>/lock`, which the submitter took and handed over;
-a lock cannot be stale or mistaken for another process's, as a pid can. Its nodes do not inherit it.
+It has its own session, no terminal and no parent, so that a training survives a cancelled flow and a dead worker. The
+lock on `<directory>/lock` shows that the supervisor lives; it inherits the lock from the submitter. A lock cannot be
+stale or belong to another process, as a pid can. The nodes do not inherit it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ PEER_GRACE = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Take the job in `argv[0]` over and return at once; what remains is an orphan that runs it to its end.
+    """Fork a process that runs the job in `argv[0]` to its end, and return at once.
 
-    `result.json` is written last, when none of the job's processes is left.
+    `result.json` is written last, when none of the job's processes is alive.
     """
     directory, parent = Path(argv[0]), os.getpid()
     if os.fork():
         return 0
     while os.getppid() == parent:
-        time.sleep(0.005)  # it carries the job's mark too, and must not be swept up as a remnant of a very short job
-    asked: list[float] = []  # when SIGTERM came, on the monotonic clock
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+        time.sleep(0.005)  # the parent has the job's mark too, and the end of a very short job must not kill it
+    cancellations: list[float] = []  # when SIGTERM came, on the monotonic clock
+    signal.signal(signal.SIGTERM, lambda *_: cancellations.append(time.monotonic()))
     # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
     # process has no terminal, and the scripts that it starts may want the signal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     submission = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix="submit the job again")
     body, started = submission["body"], time.time()
     nodes: dict[int, subprocess.Popen[bytes]] = {}
-    trouble = ""
+    start_error = ""
     with reserved_ports() as port:
         os.environ[MASTER] = f"127.0.0.1:{port}"
         atomic_write_json(directory / SUPERVISOR, {"pid": os.getpid(), "started": started, "port": port})
@@ -76,14 +76,14 @@ def main(argv: Sequence[str]) -> int:
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
                     )
-            failed, told = math.inf, False
+            failed, terminated = math.inf, False
             while running := [process for process in nodes.values() if process.poll() is None]:
                 now = time.monotonic()
                 if any(process.poll() for process in nodes.values()):
                     failed = min(failed, now)
-                cancelled = asked[0] if asked else math.inf
-                if now >= min(cancelled, failed + PEER_GRACE) and not told:
-                    told = True
+                cancelled = min(cancellations, default=math.inf)
+                if now >= min(cancelled, failed + PEER_GRACE) and not terminated:
+                    terminated = True
                     for process in running:
                         process.terminate()
                 # Ranks have the grace after SIGTERM on a cancel; two seconds more let the node report them.
@@ -92,27 +92,27 @@ def main(argv: Sequence[str]) -> int:
                         os.killpg(process.pid, signal.SIGKILL)
                 time.sleep(0.1)
         except OSError as error:
-            trouble = f"a node could not be started: {error}"
+            start_error = f"a node could not be started: {error}"
         finally:
-            well = not trouble and all(process.poll() == 0 for process in nodes.values())
-            kill_by_env_marker(JOB_TAG, submission["job_id"], grace=2 if well else 0)
+            succeeded = not start_error and all(process.poll() == 0 for process in nodes.values())
+            kill_by_env_marker(JOB_TAG, submission["job_id"], grace=2 if succeeded else 0)
         codes = {number: process.wait() for number, process in nodes.items()}
-        outcome = result(codes, cancelled=bool(asked), trouble=trouble)
+        outcome = result(codes, cancelled=bool(cancellations), start_error=start_error)
         atomic_write_json(directory / RESULT, {**outcome, "started": started, "ended": time.time()})
     return 0
 
 
 @contextmanager
 def reserved_ports() -> Iterator[int]:
-    """Choose a port of loopback for node 0, the next one being free for the gate; nobody else gets them meanwhile.
+    """Reserve a port of loopback for node 0, and the next one for the network test.
 
-    Linux gives a bound port to no other program that asks for any port, while a program that names it may listen
-    there: both have SO_REUSEADDR, and this one does not listen (socket(7), ip(7); net/ipv4/inet_connection_sock.c).
+    Linux gives a bound port to no program that requests any free port. A program that names the port may listen there:
+    both have SO_REUSEADDR, and this one does not listen (socket(7), ip(7); net/ipv4/inet_connection_sock.c).
     """
     while True:
         with socket.socket() as first, socket.socket() as second:
-            for one in (first, second):
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            for reserved in (first, second):
+                reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             first.bind(("127.0.0.1", 0))
             port: int = first.getsockname()[1]
             try:
@@ -123,15 +123,15 @@ def reserved_ports() -> Iterator[int]:
             return
 
 
-def result(codes: Mapping[int, int], *, cancelled: bool, trouble: str = "") -> dict[str, Any]:
-    """State, the platform's own word and the exit code of each node, once all have ended."""
-    bad = {number: code for number, code in codes.items() if code != 0}
-    if not bad and not trouble:
+def result(codes: Mapping[int, int], *, cancelled: bool, start_error: str = "") -> dict[str, Any]:
+    """Return the state, the platform's own word and the exit code of each node, after all have ended."""
+    failed = {number: code for number, code in codes.items() if code != 0}
+    if not failed and not start_error:
         return {"state": JobState.SUCCEEDED, "native": "succeeded", "exit_codes": codes}
     if cancelled:
         return {"state": JobState.CANCELLED, "native": "cancelled", "exit_codes": codes}
-    words = [f"node {number} ended with {code} ({fault_of_exit_code(code)})" for number, code in bad.items()]
-    return {"state": JobState.FAILED, "native": trouble or ", ".join(words), "exit_codes": codes}
+    ends = [f"node {number} ended with {code} ({fault_of_exit_code(code)})" for number, code in failed.items()]
+    return {"state": JobState.FAILED, "native": start_error or ", ".join(ends), "exit_codes": codes}
 
 
 if __name__ == "__main__":
