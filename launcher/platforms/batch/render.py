@@ -1,8 +1,7 @@
-"""Rendering of a job as a Batch job, and the scripts that run on a VM before its container does. Pure: no cloud, no
-clock, no disk.
+"""Rendering of a job as a Batch job, and the scripts that run on a VM before its container.
 
-Scripts are POSIX sh, run as root, one runnable each. They end with the exit code of a node fault where the VM is not
-fit, so that another one is tried.
+Rendering is pure: no cloud, no clock, no disk. Scripts are POSIX sh and run as root, one runnable each. They end with
+the exit code of a node fault if the VM is unfit, so that another VM is tried.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ PORT = 29500
 DIRECTORY = "/run/litgpt"
 """The folder in the container for the node's own logs, error files and staged data."""
 HOME = "/var/lib/litgpt"
-"""The node's own folder on the VM: not /run, which is memory; on COS only /var, /tmp and /home can be written."""
+"""The node's folder on the VM. /run is memory, and on COS only /var, /tmp and /home can be written."""
 VARIABLES = f"{HOME}/node.env"
-"""The file with what only the VM knows, for `docker run --env-file`."""
+"""The file with the variables that only the VM can set, for `docker run --env-file`."""
 NVIDIA = "/var/lib/nvidia"
 """The folder in which Batch puts the driver on COS."""
 HOSTS = "/etc/cloudbatch-taskgroup-hosts"
@@ -47,7 +46,7 @@ STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 
 
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
-    """The submission: what is created, and under which id. `job` in it is what `gcloud batch jobs submit` takes."""
+    """Return the submission. Its `job` is a file for `gcloud batch jobs submit`."""
     machine, resources = settings.machine_type, None
     network = plain.network(NetworkContext(machine=machine), settings)
     shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
@@ -60,13 +59,13 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         names = ("TRITON_LIBCUDA_PATH", "LIBRARY_PATH")
         more = [Entry(name=name, value=LIBRARIES, origin="platform", why=why) for name in names]
     environment = node_environment(job, settings, network, more, named=False, **own)
-    # The task has the VM to itself. Of a machine that we do not know Batch assumes 2 cores and 2,000 MiB, which only
-    # decides how many tasks it would put on one VM, and that is said elsewhere.
+    # The task has the VM to itself. For an unknown machine Batch assumes 2 cores and 2,000 MiB. They only decide how
+    # many tasks share a VM, which taskCountPerNode sets.
     if machine is not None:
-        # What the VM's own system and Batch's agent take is left to them (a tenth, at least 2 GiB).
+        # A tenth of the memory, at least 2 GiB, is left to the VM's system and Batch's agent.
         memory = machine.memory_gib * 1024 - max(2048, machine.memory_gib * 1024 // 10)
         resources = {"cpuMilli": machine.cpus * 1000, "memoryMib": memory}
-    # Batch restarts single tasks, and one node of several cannot join its peers again: those are a new attempt.
+    # Batch restarts single tasks. One of several nodes cannot join its peers again, which takes a new attempt.
     restarts = settings.restarts if job.nodes == 1 else 0
     lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": STOPS}}]
     server, _, path = (settings.nfs or "").partition(":")
@@ -83,7 +82,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
                 volumes=settings.nfs and [nfs],
             ),
             "environment": {
-                "variables": {one.name: one.value for one in environment},
+                "variables": {entry.name: entry.value for entry in environment},
                 **drop_empty(secretVariables=dict(settings.secrets)),
             },
         },
@@ -106,9 +105,9 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
 
 
 def container_of(body: Object) -> Any:
-    """The container that trains."""
+    """Return the container that trains."""
     [group] = body["job"]["taskGroups"]
-    return next(one["container"] for one in group["taskSpec"]["runnables"] if "container" in one)
+    return next(part["container"] for part in group["taskSpec"]["runnables"] if "container" in part)
 
 
 def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
@@ -116,7 +115,7 @@ def job_id_of(settings: BatchPlatformConfig, attempt_name: str) -> JobId:
 
 
 def labels_of(job: Job) -> dict[str, str]:
-    """Return the labels that find everything of one attempt; Batch takes no dots, slashes and capitals in them."""
+    """Return the labels of an attempt without dots, slashes and capitals, which Batch refuses."""
     return {_fit(name): _fit(value) for name, value in job.all_labels.items()}
 
 
@@ -133,7 +132,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
     if settings.nfs:
         volumes.append(f"{settings.nfs_path}:{settings.nfs_path}")
     options = [
-        # Nodes find each other by the VMs' addresses and listen on any free port; one node alone has nobody to talk to.
+        # Several nodes find each other by the VMs' addresses and listen on any free port.
         *(["--network=host"] if job.nodes > 1 else []),
         f"--shm-size={shm}",
         "--ulimit=memlock=-1",
@@ -173,22 +172,26 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
     if settings.node_gpus:
         yield script("gpus", _DEBIAN_GPUS if settings.os == "debian" else _COS_GPUS)
     if job.nodes > 1:
-        # All VMs are there behind it, and so is the list of them.
+        # Behind this barrier all VMs run, and the list of them is complete.
         yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.gather}s"}
         if settings.os == "cos":
             yield script("firewall", _COS_FIREWALL)
     yield script("node", _node_variables(job.attempt_name, job.nodes))
     yield {"displayName": "train", "container": container}
     if job.nodes > 1:
-        # The VM of a node that is done would be taken away, and with it node 0's store, which others may still need.
-        # Who is not there within ten minutes has failed, which is told elsewhere.
+        # Batch removes the VM of a node that has ended, and with it node 0's store, which other nodes may still need. A
+        # node that does not arrive within ten minutes has failed, and its task has an exit code of its own.
         barrier = {"displayName": "all-done", "barrier": {"name": "all-done"}}
         yield {**barrier, "timeout": "600s", "ignoreExitStatus": True}
 
 
 def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     machine, image = settings.machine_type, settings.boot_image or f"batch-{settings.os}"
-    accelerators = None
+    accelerators, provisioning = None, "STANDARD"
+    if settings.spot:
+        provisioning = "SPOT"
+    elif settings.flex_start:
+        provisioning = "FLEX_START"
     # Machines of newer families have their GPUs; for N1 they are attached. A driver's version belongs to them too.
     if machine is not None and (machine.name.startswith("n1-") or settings.gpu_driver):
         driver = drop_empty(driverVersion=settings.gpu_driver)
@@ -196,7 +199,7 @@ def _allocation(job: Job, settings: BatchPlatformConfig) -> dict[str, Any]:
     policy = drop_empty(
         # Google's name: an N1 with GPUs is called after both in our table (`n1-standard-8-t4`).
         machineType=re.sub(r"^(n1-\w+-\d+)-\w+$", r"\1", settings.machine),
-        provisioningModel="SPOT" if settings.spot else "FLEX_START" if settings.flex_start else "STANDARD",
+        provisioningModel=provisioning,
         bootDisk={"image": image, "sizeGb": settings.boot_disk_gb, "type": settings.boot_disk_type},
         accelerators=accelerators,
         reservation=settings.reservation,

@@ -97,29 +97,31 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
 
     @field_validator("secrets", "registry_username", "registry_password")
     @classmethod
-    def _are_names_of_secrets(cls, given: dict[str, str] | str | None) -> dict[str, str] | str | None:
-        for text in given.values() if isinstance(given, dict) else [given]:
-            if text is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", text):
-                # It does not repeat what may be the secret itself.
+    def _are_names_of_secrets(cls, value: dict[str, str] | str | None) -> dict[str, str] | str | None:
+        for name in value.values() if isinstance(value, dict) else [value]:
+            if name is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", name):
+                # The message does not repeat the value, which may be the secret itself.
                 fix = "write projects/PROJECT/secrets/NAME/versions/latest, and put the value there"
                 raise ValueError(f"is no name of a secret; {fix}")
-        return given
+        return value
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         # VMs in other regions than the job's are refused since 2026-07-31 (https://cloud.google.com/batch/docs).
-        if other := [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]:
-            what = f"platform.zones has {other[0]}, which is no zone of platform.location={self.location}"
+        foreign = [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]
+        if foreign:
+            what = f"platform.zones has {foreign[0]}, which is no zone of platform.location={self.location}"
             raise ValueError(f"{what}; name zones of it, or leave platform.zones out")
         if (self.registry_username is None) != (self.registry_password is None):
             raise ValueError("platform.registry_username and registry_password: a login takes both; give the other too")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
         ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
-        if len(chosen := [name for name, wanted in ways.items() if wanted]) > 1:
+        chosen = [name for name, is_chosen in ways.items() if is_chosen]
+        if len(chosen) > 1:
             raise ValueError(f"platform.{' and platform.'.join(chosen)} are different ways to buy a machine; keep one")
         if self.flex_start and not 0 < (self.max_seconds or 0) <= LONGEST_FLEX_START:
-            given = "is not given" if self.max_seconds is None else f"is {self.max_seconds}"
-            what = f"platform.flex_start buys machines for a known time, and platform.max_seconds {given}"
+            limit = "not given" if self.max_seconds is None else self.max_seconds
+            what = f"platform.flex_start buys machines for a known time, and platform.max_seconds is {limit}"
             fix = f"say how long the job may run, {LONGEST_FLEX_START} (a week) at most"
             raise ValueError(f"{what}; {fix}: another attempt goes on where this one ends")
         return self
