@@ -1,8 +1,8 @@
-"""The GPUs of a node: how many, which driver, with errors or without, and what a rank's torch can do with them.
+"""The GPUs of a node: how many, which driver, memory errors, and whether a rank's torch can use them.
 
-Processes are asked, because a driver may hang, and because nothing but a process like a rank knows: the image's
-NCCL_VERSION may be another's (pytorch/pytorch#122571), torch's own figure is what it was built with, and nvidia-smi
-shows GPUs that torch cannot use. `python -m litgpt_demo.node.gpu torch` prints as JSON what torch has.
+Child processes query them, because a driver may hang, and because only a process like a rank gets true answers: the
+image's NCCL_VERSION may be another's (pytorch/pytorch#122571), torch's own figure is that of its build, and nvidia-smi
+shows GPUs that torch cannot use. `python -m litgpt_demo.node.gpu torch` prints torch's answer as JSON.
 """
 
 from __future__ import annotations
@@ -37,43 +37,44 @@ DRIVER_FLOORS: Mapping[str, str] = MappingProxyType({"11": "450.80.02", "12": "5
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSeen:
-    """The torch of this image, on this machine, as a rank will get it."""
+    """The torch of a rank on this machine."""
 
     torch: str
     cuda: str | None
-    """The CUDA that it was built with; None of a build for CPUs, or for other makers' GPUs."""
+    """The CUDA that it was built with; None for a build for CPUs or for GPUs of other makers."""
     nccl: str | None
     """The version of the NCCL that it loads; None if it loads none."""
     nccl_path: str
     gpus: int
     """The GPUs that it can use."""
     gpu_error: str
-    """Its error where it can use none; empty where it was built without CUDA."""
+    """Its error if it can use none; empty if it was built without CUDA."""
 
 
 def torch_seen(environ: Mapping[str, str]) -> TorchSeen:
-    """Return what a rank would get; a NodeError if it does not answer, a UserError if torch cannot be imported."""
-    code, told, errors = _asked("torch", environ, patience=timeouts.TORCH_PROBE)
+    """Return the torch of a rank; a NodeError if it does not answer, a UserError if torch cannot be imported."""
+    code, output, errors = _query("torch", environ, patience=timeouts.TORCH_PROBE)
     if code == 0:
         with suppress(ValueError, IndexError, TypeError):  # a preloaded library may print too
-            return TorchSeen(**json.loads(told.splitlines()[-1]))
-    words = next((line for line in reversed([*told.splitlines(), *errors.splitlines()]) if line.strip()), "no word")
-    fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix what it says"
-    raise UserError(f"torch cannot be asked here what it can use (exit code {code}): {words.strip()[:500]}", fix=fix)
+            return TorchSeen(**json.loads(output.splitlines()[-1]))
+    lines = [line.strip() for line in (output + "\n" + errors).splitlines() if line.strip()]
+    reason = lines[-1][:500] if lines else "no output"
+    fix = "run `python -m litgpt_demo.node.gpu torch` in the image, and fix its error"
+    raise UserError(f"torch cannot report its GPUs here (exit code {code}): {reason}", fix=fix)
 
 
-def _asked(what: str, environ: Mapping[str, str], *, patience: float) -> tuple[int, str, str]:
+def _query(what: str, environ: Mapping[str, str], *, patience: float) -> tuple[int, str, str]:
     command, pipe = [*PYTHON, "-m", __name__, what], subprocess.PIPE
     process = subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace")
     try:
-        told, errors = process.communicate(timeout=patience)
+        output, errors = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired as error:
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # a process in an uninterruptible call does not die
             process.communicate(timeout=1)
         hung = f"{what} did not answer for {patience:.0f} s: a GPU of this machine hangs, or its disk does"
         raise NodeError(hung, fix=_REPAIR) from error
-    return process.returncode, told, errors
+    return process.returncode, output, errors
 
 
 def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path = Path("/")) -> Iterator[Finding]:
@@ -82,23 +83,23 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
         return
     folders = filter(None, (environ.get("LD_LIBRARY_PATH"), str(root / _MOUNTED)))
     try:
-        code, told, words = _asked(
+        code, output, errors = _query(
             "driver", {**environ, "LD_LIBRARY_PATH": ":".join(folders)}, patience=timeouts.DRIVER_PROBE
         )
         if code != 0:
-            raise NodeError(f"the driver answered with an error: {' '.join(words.split())[-300:]}", fix=_REPAIR)
+            raise NodeError(f"the driver answered with an error: {' '.join(errors.split())[-300:]}", fix=_REPAIR)
     except NodeError as error:
         yield Finding.of(error, "gpu.driver")
         return
-    gpus: list[dict[str, Any]] | None = json.loads(told.splitlines()[-1])
-    count = len(list((root / "dev").glob("nvidia[0-9]*")) if gpus is None else gpus)
+    gpus: list[dict[str, Any]] | None = json.loads(output.splitlines()[-1])
+    count = len(list((root / "dev").glob("nvidia[0-9]*"))) if gpus is None else len(gpus)
     if count < network.gpus:
-        what = f"{count} GPUs are here, and the job was given machines with {network.gpus}"
+        what = f"this node has {count} GPUs, but the job was given machines with {network.gpus}"
         fix = "run elsewhere: exclude this node; one of its GPUs has fallen off the bus"
         yield Finding("error", "gpu.count", what, fix, FailureClass.NODE)
     elif gpus is None:
-        what = "libnvidia-ml.so.1 is not here: driver and memory errors were not looked at"
-        yield Finding("warning", "gpu.unseen", what, f"let LD_LIBRARY_PATH have /{_MOUNTED}", FailureClass.NODE)
+        what = "libnvidia-ml.so.1 is not here: driver and memory errors were not checked"
+        yield Finding("warning", "gpu.unseen", what, f"add /{_MOUNTED} to LD_LIBRARY_PATH", FailureClass.NODE)
     for gpu in gpus or ():
         if gpu["errors"]:
             what = f"GPU {gpu['index']} ({gpu['name']}) has {gpu['errors']} memory errors that ECC could not correct"
@@ -106,7 +107,7 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
             yield Finding("error", "gpu.ecc", what, fix, FailureClass.NODE)
     for driver in sorted({gpu["driver"] for gpu in gpus or ()}):
         if not within(driver, network.drivers):
-            what = f"the GPU driver is {driver}, and {network.name} works with {' or '.join(network.drivers)}"
+            what = f"the GPU driver is {driver}, but {network.name} works with {' or '.join(network.drivers)}"
             fix = "use node pools whose driver version is not `latest`"
             yield Finding("error", "gpu.driver-version", what, fix, FailureClass.NODE)
 
@@ -114,7 +115,7 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
 def check_used(
     network: NodeNetwork, seen: TorchSeen, environ: Mapping[str, str], *, processes: int
 ) -> Iterator[Finding]:
-    """Check that torch can use the node's GPUs: it goes on without a word on CPUs, with gloo, if it cannot."""
+    """Check that torch can use the node's GPUs: without them it silently continues on CPUs, with gloo."""
     if seen.gpus == 0:
         what, fix, fault = _why_unused(seen, environ)
         if network.gpus:
@@ -122,12 +123,13 @@ def check_used(
         else:
             fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
             yield Finding("warning", "gpu.unused", f"{what}; the ranks run on CPUs", fix, fault)
-    # Fewer may be shown to the ranks than the node has, as long as each of them has one.
+    # Ranks may see fewer GPUs than the node has, if each of them has one.
     elif network.gpus and seen.gpus < (processes if VISIBLE in environ else network.gpus):
         what = f"torch can use {seen.gpus} of the {network.gpus} GPUs that the job was given for {processes} ranks"
         fault = FailureClass.USER if VISIBLE in environ else FailureClass.NODE
-        said = f" ({VISIBLE}={environ[VISIBLE]})" if VISIBLE in environ else ""
-        yield Finding("error", "gpu.visible", f"{what}{said}", f"see which GPUs {VISIBLE} names, and MIG", fault)
+        if VISIBLE in environ:
+            what += f" ({VISIBLE}={environ[VISIBLE]})"
+        yield Finding("error", "gpu.visible", what, f"see which GPUs {VISIBLE} names, and MIG", fault)
 
 
 def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, FailureClass]:
@@ -152,7 +154,7 @@ def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, 
 
 
 def libcuda_is_cached() -> bool:
-    """Whether the loader finds the driver's library by itself."""
+    """Return True if the loader finds the driver's library without LD_LIBRARY_PATH."""
     try:
         listed = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=False).stdout
     except OSError:  # an image without ldconfig, such as a distroless one
@@ -166,55 +168,56 @@ def libcuda_folder(environ: Mapping[str, str], root: Path = Path("/")) -> str | 
     return next((folder for folder in folders if folder and (Path(folder) / LIBCUDA).is_file()), None)
 
 
-def _say_driver() -> None:
-    """Print what NVML, the driver's library for questions, says of every GPU; null if there is no such library. Errors
-    are those of memory since the driver was loaded that ECC could not correct; null where they are not counted.
+def _print_driver() -> None:
+    """Print NVML's data of every GPU; null if its library does not exist. Errors are those of memory since the driver
+    was loaded that ECC could not correct; null if they are not counted.
     """
     import pynvml as nvml
 
-    found, asked = None, "the driver"
+    gpus: list[dict[str, Any]] | None = None
+    queried = "the driver"
     try:
         nvml.nvmlInit()
-        driver, found = nvml.nvmlSystemGetDriverVersion(), []
+        driver, gpus = nvml.nvmlSystemGetDriverVersion(), []
         for index in range(nvml.nvmlDeviceGetCount()):
-            asked, errors = f"GPU {index}", None
+            queried, errors = f"GPU {index}", None
             gpu = nvml.nvmlDeviceGetHandleByIndex(index)
             with suppress(nvml.NVMLError_NotSupported):
                 errors = nvml.nvmlDeviceGetTotalEccErrors(
                     gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
                 )
-            found.append({"index": index, "name": nvml.nvmlDeviceGetName(gpu), "driver": driver, "errors": errors})
+            gpus.append({"index": index, "name": nvml.nvmlDeviceGetName(gpu), "driver": driver, "errors": errors})
     except nvml.NVMLError_LibraryNotFound:
         pass
     except nvml.NVMLError as error:
-        sys.exit(f"{asked}: {error}")
-    print(json.dumps(found))
+        sys.exit(f"{queried}: {error}")
+    print(json.dumps(gpus))
 
 
-def _say_torch() -> None:
+def _print_torch() -> None:
     import torch
 
     nccl, path = _nccl()
-    # `torch.cuda.is_available()` says no and not why, and `device_count()` may be the driver's answer. A driver may
-    # start, and the build lack code for the GPU.
-    gpus, asked, error = 0, "", ""
+    # `torch.cuda.is_available()` gives no reason, and `device_count()` may be the driver's answer. A driver may start
+    # although the build lacks code for the GPU.
+    gpus, queried, error = 0, "", ""
     if torch.version.cuda is not None:
         try:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             gpus = torch.cuda.device_count()
             for index in range(gpus):
-                asked = f"GPU {index}: "
+                queried = f"GPU {index}: "
                 torch.ones(2, device=f"cuda:{index}").sum().item()
         except RuntimeError as raised:
-            gpus, error = 0, f"{asked}{' '.join(str(raised).split())[:500]}"
-    told = TorchSeen(
+            gpus, error = 0, f"{queried}{' '.join(str(raised).split())[:500]}"
+    seen = TorchSeen(
         torch=torch.__version__, cuda=torch.version.cuda, nccl=nccl, nccl_path=path, gpus=gpus, gpu_error=error
     )
-    print(json.dumps(asdict(told)))
+    print(json.dumps(asdict(seen)))
 
 
 def _nccl() -> tuple[str | None, str]:
-    """Return the version of the NCCL that torch calls, of several the preloaded one's, and the paths of all."""
+    """Return the version of the NCCL that torch calls, a preloaded one first, and the paths of all."""
     maps = Path("/proc/self/maps").read_text()
     paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
     library, code = ctypes.CDLL(None), ctypes.c_int()
@@ -227,4 +230,4 @@ def _nccl() -> tuple[str | None, str]:
 
 
 if __name__ == "__main__":
-    {"driver": _say_driver, "torch": _say_torch}[sys.argv[1]]()
+    {"driver": _print_driver, "torch": _print_torch}[sys.argv[1]]()

@@ -1,5 +1,4 @@
-"""The network of a node's job, as it arrives in the environment; the ranges of versions that it states; and the check
-that ranks use it."""
+"""The network of a node's job, which the environment names; its version ranges; and the check that ranks use it."""
 
 from __future__ import annotations
 
@@ -24,15 +23,16 @@ NETWORK = "LITGPT_NETWORK"
 
 
 def version(text: str) -> Version:
-    """The numbers that a version begins with; what follows them is left out."""
-    if (found := re.match(r"v?(\d+(?:\.\d+)*)", text.strip())) is None:
-        raise ValueError(f"{text!r} is no version; write numbers with dots between them, as in 2.19.4")
-    return Version(found[1])
+    """Return the numbers at the beginning of a version, without the rest."""
+    numbers = re.match(r"v?(\d+(?:\.\d+)*)", text.strip())
+    if numbers is None:
+        raise ValueError(f"{text!r} is not a version; write numbers with dots between them, as in 2.19.4")
+    return Version(numbers[1])
 
 
 def within(found: str, ranges: Collection[str]) -> bool:
-    """Whether a version lies in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 is 2.19.0."""
-    return not ranges or any(version(found) in SpecifierSet(one) for one in ranges)
+    """Return True if a version is in one of the ranges, as `>=2.19,<2.20`. No ranges allow all; 2.19 is 2.19.0."""
+    return not ranges or any(version(found) in SpecifierSet(specifiers) for specifiers in ranges)
 
 
 class NcclFit(StrEnum):
@@ -42,9 +42,9 @@ class NcclFit(StrEnum):
     UNSTATED = "not stated"
     """The plug-in's publisher names no versions, or the network needs no plug-in."""
     UNKNOWN = "not known"
-    """Other releases of the plug-in name versions; of this one we know none."""
+    """Versions are known for other releases of the plug-in, but not for this one."""
     UNQUALIFIED = "not qualified"
-    """Its publisher has tested others: it may load, and need not work."""
+    """Its publisher has tested other versions. It may load without working."""
     FAILS = "known to fail"
 
 
@@ -104,7 +104,7 @@ class NodeNetwork(Settings):
     """Seconds that the measurement before the training may take; 0 leaves it out."""
 
     def floor(self, nodes: int) -> float | None:
-        """The least bus bandwidth for a job of so many nodes, in GB/s; None where no figure is known."""
+        """Return the least bus bandwidth for a job of `nodes` nodes, in GB/s; None if none is known."""
         known = [least for least in self.floor_gbytes if least <= nodes]
         return self.floor_gbytes[max(known)] if known else None
 
@@ -123,38 +123,40 @@ class NodeNetwork(Settings):
 
 
 NO_NETWORK_PROFILE = NodeNetwork(gate_seconds=0)
-"""The network of a job that names none; nothing is measured on it."""
+"""The network of a job that names none; it is not tested."""
 
 
 def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instead: str = "") -> Iterator[Finding]:
     """Yield what is wrong with an NCCL for the network's plug-in: before a job is submitted, and again on its nodes.
 
-    The `owner` is who has it, as `the image's torch 2.13.0`; `instead` what to do, where the caller knows better.
+    `owner` has this NCCL, as `the image's torch 2.13.0`. `instead` replaces the general advice.
     """
     fit, name, has = network.nccl_fit(version), network.name, f"{owner} has NCCL {version}"
     tested = " or ".join(network.nccl_versions)
-    use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
-    use = instead or (use if tested else "use an image with another NCCL")
+    use = instead or "use an image with another NCCL"
+    if tested and not instead:
+        use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
     if fit is NcclFit.FAILS:
         yield Finding("error", "nccl.version", f"{has}, which is known to fail with the {name} plug-in", use)
     elif fit is NcclFit.UNKNOWN:
-        what = f"{has}, and which NCCL this release of the {name} plug-in works with is not known"
-        other = " or ".join(network.nccl_elsewhere)
-        fix = f"take the release that is qualified for {other} (docs/network.md), or let a short job prove this"
+        what = f"{has}, but it is not known with which NCCL this release of the {name} plug-in works"
+        versions = " or ".join(network.nccl_elsewhere)
+        fix = f"take the release that is qualified for {versions} (docs/network.md), or let a short job prove this"
         yield Finding("warning", "nccl.version", what, fix)
     elif fit is NcclFit.UNQUALIFIED:
-        loads = bool(network.nccl_loads) and within(version, network.nccl_loads)
-        known = "loads it, which is no proof that it works" if loads else "is not known to load it"
-        what = f"{has}, and the {name} plug-in is qualified for {tested}: this one {known}"
+        known = "is not known to load it"
+        if network.nccl_loads and within(version, network.nccl_loads):
+            known = "loads it, which is no proof that it works"
+        what = f"{has}, but the {name} plug-in is qualified for {tested}: this one {known}"
         if network.allow_unqualified:
-            yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job go on")
+            yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job continue")
         else:
             fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
             yield Finding("error", "nccl.version", what, fix)
 
 
 def job_network(environ: Mapping[str, str]) -> NodeNetwork:
-    """The network that the environment names; NO_NETWORK_PROFILE where it names none."""
+    """Return the network that the environment names; NO_NETWORK_PROFILE if it names none."""
     if NETWORK not in environ:
         return NO_NETWORK_PROFILE
     try:
@@ -165,23 +167,23 @@ def job_network(environ: Mapping[str, str]) -> NodeNetwork:
 
 
 # --- whether ranks use it ---------------------------------------------------------------------------------------------
-# NCCL falls back to plain sockets without failing, at a tenth of the speed; its own log says so, and with RDMA so do
-# the counters of the cards.
+# NCCL falls back to plain sockets without failing, at a tenth of the speed. Its own log shows it, and with RDMA the
+# counters of the cards do too.
 
 # Once per communicator and rank, with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS that has INIT. The words are the same from
 # NCCL 2.18 to 2.30 (https://github.com/NVIDIA/nccl/blob/master/src/init.cc, commAlloc).
 _USING = re.compile(r"NCCL INFO Using network (?P<name>.+?)\s*$")
 
-_TELLING = re.compile(r"NCCL (INFO|WARN) .*(NET/|Plugin|plugin|Using network|Bootstrap)")
+_OF_NETWORK = re.compile(r"NCCL (INFO|WARN) .*(NET/|Plugin|plugin|Using network|Bootstrap)")
 
 # What NCCL and the plug-ins print, and what is behind it. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
 # another version), GoogleCloudPlatform/container-engine-accelerators#414 (TCPX and a newer NCCL) and
 # GoogleCloudPlatform/cluster-toolkit#3032 (TCPX and a newer driver).
-_NOT_THERE = "the plug-in is on no folder of LD_LIBRARY_PATH: is it installed on this node?"
+_NOT_INSTALLED = "the plug-in is on no folder of LD_LIBRARY_PATH: is it installed on this node?"
 _MISFIT = "the plug-in does not fit the GPU driver of this node; never use `latest` of either"
 _HINTS = {
-    "ould not find: libnccl-net": _NOT_THERE,
-    "No plugin found": _NOT_THERE,
+    "ould not find: libnccl-net": _NOT_INSTALLED,
+    "No plugin found": _NOT_INSTALLED,
     "Failed to find ncclNetPlugin": "the plug-in is of another version than this NCCL: see network_plugin",
     "NET/IB : No device found": "this node has no RDMA devices; a pod gets them by its annotations or resource claim",
     "Inappropriate ioctl": _MISFIT,
@@ -191,97 +193,110 @@ _HINTS = {
 
 
 class NetworkUse:
-    """Reads along in what the ranks of one node print into `logs`, and looks at the `cards` that NCCL was told to use:
-    its NCCL_IB_HCA, as this node has found it (`=device:port,…`); other values of the user's name none.
+    """Follows the output of a node's ranks in `logs`, and the counters of the cards that NCCL uses.
+
+    `cards` is NCCL_IB_HCA as this node has set it (`=device:port,…`). A user's own value names no cards.
     """
 
     def __init__(self, network: NodeNetwork, logs: Path, *, nodes: int, cards: str = "", sys: str = "/sys") -> None:
         ports = cards[1:].split(",") if network.hca is not None and cards.startswith("=") else []
         counters = (f"class/infiniband/{port.replace(':', '/ports/')}/counters/port_xmit_data" for port in ports)
         self._cards = [Path(sys) / counter for counter in counters]
-        # Of all interfaces: sockets would take any of them.
+        # All interfaces, because sockets could use any of them.
         interfaces = (folder for folder in Path(sys, "class/net").glob("*") if folder.name != "lo")
         self._interfaces = [folder / "statistics/tx_bytes" for folder in interfaces]
-        # The first step that was seen done, and what had been sent by then; None before, and once it was judged.
+        # The first step that was seen, and the bytes that had been sent by then.
         self._mark: tuple[int, tuple[int, int]] | None = None
         self._judged = self._sent() is None
-        # Within one node NCCL names a network too, and does not use it.
+        # Within one node NCCL names a network too, but does not use it.
         self._expected = network.nccl_net if nodes > 1 else None
         self._accepted = {network.nccl_net, *network.nccl_net_aliases}
         self._logs, self._network = logs, network
         self._offsets: dict[Path, int] = {}
         self._tail: deque[str] = deque(maxlen=30)
-        self._seen: set[str] = set()
+        self._used: set[str] = set()
 
     def _sent(self) -> tuple[int, int] | None:
-        """Bytes that cards and interfaces have sent, None where a pod may not look. RDMA counts for cards alone."""
+        """Return the bytes that cards and interfaces have sent; None if a container may not read them.
+
+        RDMA counts for cards alone.
+        """
         try:
-            cards, kernel = ([int(file.read_text()) for file in files] for files in (self._cards, self._interfaces))
+            cards = [int(file.read_text()) for file in self._cards]
+            kernel = [int(file.read_text()) for file in self._interfaces]
         except (OSError, ValueError):
             return None
         return (4 * sum(cards), sum(kernel)) if cards and kernel else None  # port_xmit_data counts words of four bytes
 
     def look(self, *, steps: int = 0, sends: float = 0.0) -> RankFailure | None:
-        """Read what is new; what is wrong, if the network is another, or NCCL has said nothing after the first step.
+        """Read new lines; return the failure if NCCL uses another network, or reports none after the first step.
 
-        The ranks have done so many `steps`; in each, the node must send `sends` bytes, 0 where that is not known.
+        The ranks have done `steps`. In each, the node must send `sends` bytes, 0 if that is not known.
         """
         if self._expected is None:
             return None
         for path in sorted(self._logs.glob("*/attempt_0/*/std*.log")):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                fresh = file.read()
-            whole = fresh[: fresh.rfind(b"\n") + 1]
-            self._offsets[path] = self._offsets.get(path, 0) + len(whole)
-            for line in whole.decode(errors="replace").splitlines():
-                if "NCCL" in line and _TELLING.search(line):
-                    self._tail.append(line)
-                    if said := _USING.search(line):
-                        self._seen.add(said["name"])
-        if wrong := sorted(self._seen - self._accepted):
-            return self._finding(f"NCCL uses {', '.join(wrong)}, not {self._expected}", FailureClass.NODE)
-        if steps > 0 and not self._seen:
-            what = f"the ranks have done a step, and NCCL has not said that it uses {self._expected}"
+            self._read(path)
+        unexpected = sorted(self._used - self._accepted)
+        if unexpected:
+            return self._finding(f"NCCL uses {', '.join(unexpected)}, not {self._expected}", FailureClass.NODE)
+        if steps > 0 and not self._used:
+            what = f"the ranks have done a step, but NCCL has not reported that it uses {self._expected}"
             needed = "NCCL_DEBUG has to be INFO, NCCL_DEBUG_SUBSYS to have INIT, NCCL_DEBUG_FILE to be unset"
             return self._finding(f"{what}: {needed}, and the script to use the nccl backend", FailureClass.USER)
-        return self._of_counters(steps, sends)
+        return self._check_counters(steps, sends)
 
-    def _of_counters(self, steps: int, sends: float) -> RankFailure | None:
-        """What is wrong with the way by which the ranks have sent what they send in steps.
+    def _read(self, path: Path) -> None:
+        """Take NCCL's lines from the complete lines that are new in a log."""
+        offset = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(offset)
+            text = file.read()
+        end = text.rfind(b"\n") + 1
+        self._offsets[path] = offset + end
+        for line in text[:end].decode(errors="replace").splitlines():
+            if "NCCL" in line and _OF_NETWORK.search(line):
+                self._tail.append(line)
+                using = _USING.search(line)
+                if using:
+                    self._used.add(using["name"])
 
-        Before the first step the kernel alone sends: acknowledgements of a fetched checkpoint, logs. Later it sends
-        checkpoints too, so that only what the cards have not sent is a proof.
+    def _check_counters(self, steps: int, sends: float) -> RankFailure | None:
+        """Return the failure if the cards have not sent what a training sends in its steps.
+
+        Before the first step only the kernel sends: acknowledgements of a fetched checkpoint, logs. Later it sends
+        checkpoints too, so only missing bytes of the cards prove anything.
         """
-        if self._judged or steps < 1 or (now := self._sent()) is None:
+        sent = None if self._judged or steps < 1 else self._sent()
+        if sent is None:
             return None
         if self._mark is None or steps < self._mark[0]:
-            self._mark = steps, now
+            self._mark = steps, sent
             return None
-        passed, before = steps - self._mark[0], self._mark[1]
-        cards, kernel = (late - early for late, early in zip(now, before, strict=True))
+        first_step, sent_before = self._mark
+        passed, cards, kernel = steps - first_step, sent[0] - sent_before[0], sent[1] - sent_before[1]
         needed = passed * sends
         if passed < 2 or (needed or cards + kernel) < 256 * 2**20:  # a small model
             return None
         self._judged = True
-        told = f"{cards / 1e6:,.0f} MB by the cards, {kernel / 1e6:,.0f} MB through the kernel in {passed} steps"
+        traffic = f"{cards / 1e6:,.0f} MB by the cards, {kernel / 1e6:,.0f} MB through the kernel in {passed} steps"
         if needed and cards < needed / 10:
-            needs = f", of {needed / 1e6:,.0f} MB that the strategy sends"
-            return self._finding(f"the ranks do not send by RDMA: {told}{needs}", FailureClass.NODE)
+            what = f"the ranks do not send by RDMA: {traffic}, of {needed / 1e6:,.0f} MB that the strategy sends"
+            return self._finding(what, FailureClass.NODE)
         if cards > kernel:
-            print(f"network {self._network.name} is in use: the ranks sent {told}", flush=True)
+            print(f"network {self._network.name} is in use: the ranks sent {traffic}", flush=True)
         else:
-            what = f"the ranks may not send by RDMA: {told} (platform.network={self._network.name})"
+            what = f"the ranks may not send by RDMA: {traffic} (platform.network={self._network.name})"
             fix = "compare the time of a step with other jobs, or measure (flow benchmark-network)"
             print(f"warning [network.unused] {what} -> {fix}", flush=True)
         return None
 
     def _finding(self, what: str, fault: FailureClass) -> RankFailure | None:
-        hints = dict.fromkeys(hint for words, hint in _HINTS.items() if any(words in line for line in self._tail))
-        message = f"{what} (platform.network={self._network.name})" + "".join(f"; {hint}" for hint in hints)
+        hints = dict.fromkeys(hint for phrase, hint in _HINTS.items() if any(phrase in line for line in self._tail))
+        message = "; ".join([f"{what} (platform.network={self._network.name})", *hints])
         if self._network.allow_sockets:
-            self._expected = None  # that is said once
-            print(f"warning [network.unused] {message} -> allow_sockets is set: the job goes on, slower", flush=True)
+            self._expected = None  # one warning is enough
+            print(f"warning [network.unused] {message} -> allow_sockets is set: the job continues, slower", flush=True)
             return None
         name = "NodeError" if fault is FailureClass.NODE else "UserError"
         fix = "To train over plain sockets all the same, set platform.allow_sockets"

@@ -1,7 +1,7 @@
-"""The measurement before the training: same ranks, same cards, a minute at most. A network that is too slow costs GPU
-hours, and nothing else would say so. It also tells in which order the machines' ranks are neighbours.
+"""The network test before a training: same ranks, same cards, a minute at most. A network that is too slow costs GPU
+hours, and nothing else would show it. The test also sets the order of the machines' ranks.
 
-Ranks measure (litgpt_demo.node.collectives). Here is what is made of their figures, for the benchmark too.
+Ranks measure (litgpt_demo.node.collectives). This module evaluates their figures, for the benchmark too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from litgpt_demo.node.agent import ShutdownState, fault_of, run_ranks
 from litgpt_demo.node.rendezvous import Node
 
 RESULT = "network.json"  # in every node's own folder; it is the same in all of them
-# Variables of ranks: the file of what was measured before a training, and the place of their machine in the fabric.
+# Variables of ranks: the file with the result, and the location of their machine in the fabric.
 MEASURED, PLACE = "LITGPT_MEASURED", "LITGPT_PLACE"
-# The gate meets on a port of its own, above the job's: a node that is through must not find its peers' last meeting.
+# The test has a port of its own, above the job's: a node that is done must not meet its peers' earlier rendezvous.
 PORT_OFFSET = 1
 
 NodePair = tuple[int, int]
@@ -28,12 +28,11 @@ NodePair = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """One size, reduced among some number of ranks.
+    """The speed of an all-reduce of one size.
 
-    algbw is the tensor's bytes by the time an all-reduce of it takes. busbw is algbw · 2(n-1)/n for n ranks: what each
-    link carries, whatever n is, because a ring moves each byte n-1 times to reduce it and n-1 times to spread it, a
-    share of 1/n at a time (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md#bandwidth). Floors and
-    links compare with busbw. Both are in GB/s, 10^9 bytes per second; 1 GB/s = 8 Gbit/s.
+    algbw is the tensor's bytes divided by the time. busbw is algbw · 2(n-1)/n for n ranks: the load of each link in a
+    ring (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md#bandwidth). Floors and links compare with
+    busbw. Both are in GB/s, 10^9 bytes per second; 1 GB/s = 8 Gbit/s.
     """
 
     ranks: int
@@ -53,7 +52,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkTestResult:
-    """The result of the measurement, as it is stored with the run."""
+    """The result of the network test, as it is stored with the run."""
 
     backend: str
     nodes: int
@@ -61,15 +60,15 @@ class NetworkTestResult:
     """Machine of each node."""
     speeds: tuple[Speed, ...]
     floor: float | None
-    """Least busbw in GB/s; None where no figure is known."""
+    """Least busbw in GB/s; None if none is known."""
     seconds: float
-    """Seconds that the measurement took."""
+    """Duration of the test."""
     places: tuple[str, ...] = ()
-    """The place of each node in the fabric; empty text where it is not known."""
+    """The location of each node in the fabric; empty text if it is unknown."""
     pairs: Mapping[NodePair, float] = field(default_factory=dict)
-    """GB/s between two nodes, both ways at once, where that was measured."""
+    """GB/s between two nodes, in both directions at once; empty if not measured."""
     alone: Mapping[int, float] = field(default_factory=dict)
-    """busbw in GB/s within each node; empty where nodes have one rank, or that was not measured."""
+    """busbw in GB/s within each node; empty if nodes have one rank, or it was not measured."""
 
     @property
     def best(self) -> Speed:
@@ -78,22 +77,22 @@ class NetworkTestResult:
         return max((speed for speed in self.speeds if speed.ranks == world), key=lambda speed: speed.busbw)
 
     @property
-    def enough(self) -> bool:
+    def is_enough(self) -> bool:
         return self.floor is None or self.best.busbw >= self.floor
 
     @property
     def slow(self) -> list[int]:
-        """Nodes that hold up the others."""
+        """The nodes that slow down the others."""
         return slow_nodes(self.pairs, self.alone)
 
     def document(self) -> dict[str, Any]:
         """The content of RESULT."""
         return {
             **asdict(self),
-            "enough": self.enough,
+            "enough": self.is_enough,
             "slow": self.slow,
             "seconds": round(self.seconds, 2),
-            "speeds": [{**asdict(one), "algbw": one.algbw, "busbw": one.busbw} for one in self.speeds],
+            "speeds": [{**asdict(speed), "algbw": speed.algbw, "busbw": speed.busbw} for speed in self.speeds],
             "pairs": [{"nodes": list(pair), "gbytes": speed} for pair, speed in sorted(self.pairs.items())],
             "alone": [{"node": node, "busbw": speed} for node, speed in sorted(self.alone.items())],
         }
@@ -101,16 +100,18 @@ class NetworkTestResult:
     def row(self) -> dict[str, Any]:
         """Return the result for the metrics: GB/s, bytes and seconds."""
         best = self.best
-        floor = {} if self.floor is None else {"floor": self.floor}
-        return {
+        row = {
             "kind": "network", "step": 0, "ranks": best.ranks, "nodes": self.nodes, "bytes": best.bytes,
-            "algbw": round(best.algbw, 4), "busbw": round(best.busbw, 4), "seconds": round(self.seconds, 2), **floor,
+            "algbw": round(best.algbw, 4), "busbw": round(best.busbw, 4), "seconds": round(self.seconds, 2),
         }  # fmt: skip
+        if self.floor is not None:
+            row["floor"] = self.floor
+        return row
 
 
 def read_result(content: bytes, where: str) -> NetworkTestResult:
-    """The NetworkTestResult whose `document` was stored at the address `where`."""
-    fix = "measure the network again"
+    """Return the result whose `document` was stored at the address `where`."""
+    fix = "test the network again"
     document = parse_json(content, dict[str, Any], where=where, fix=fix)
     names = ("ranks", "bytes", "seconds", "repeats")
     try:
@@ -118,24 +119,24 @@ def read_result(content: bytes, where: str) -> NetworkTestResult:
             **{name: document[name] for name in ("backend", "nodes", "floor", "seconds")},
             hosts=tuple(document["hosts"]),
             places=tuple(document["places"]),
-            speeds=tuple(Speed(**{name: one[name] for name in names}) for one in document["speeds"]),
-            pairs={(one["nodes"][0], one["nodes"][1]): one["gbytes"] for one in document["pairs"]},
-            alone={one["node"]: one["busbw"] for one in document["alone"]},
+            speeds=tuple(Speed(**{name: speed[name] for name in names}) for speed in document["speeds"]),
+            pairs={(pair["nodes"][0], pair["nodes"][1]): pair["gbytes"] for pair in document["pairs"]},
+            alone={node["node"]: node["busbw"] for node in document["alone"]},
         )
     except (KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{where} is not the result of a measurement of this version ({error!r})", fix=fix) from error
+        raise DataError(f"{where} is not the result of a network test ({error!r})", fix=fix) from error
 
 
 def network_test_row(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what was measured before this training, as a metrics row; empty if nothing was."""
+    """Return the result of the network test before this training as a metrics row; empty without a test."""
     path = Path(environ.get(MEASURED, ""))
     return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
 
 
 def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownState) -> NetworkTestResult | None:
-    """Measure, and go on if the network is good; the result is in the node's folder too, and None where none is needed.
+    """Test the network, and return the result, which is also in the node's folder; None if no test is needed.
 
-    It is a NodeError if this node is the slow one, else a NetworkError, also if the measurement did not end.
+    Raises NodeError if this node is the slow one, else NetworkError, also if the test did not end.
     """
     network = node.network
     if node.nodes < 2 or network.gate_seconds == 0:
@@ -143,28 +144,30 @@ def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownS
     path = node.own / RESULT
     path.unlink(missing_ok=True)
     floor = network.floor(node.nodes)
-    flags = ["--seconds", str(network.gate_seconds), *(["--floor", str(floor)] if floor is not None else [])]
-    program = ("-m", "litgpt_demo", "collectives", *flags)
-    gate = replace(node, port=node.port + PORT_OFFSET, run_id=f"{node.run_id}-gate", program=program)
-    ending = run_ranks(gate, environ, shutdown, folder="gate")
+    program = ["-m", "litgpt_demo", "collectives", "--seconds", str(network.gate_seconds)]
+    if floor is not None:
+        program += ["--floor", str(floor)]
+    job = replace(node, port=node.port + PORT_OFFSET, run_id=f"{node.run_id}-gate", program=tuple(program))
+    end = run_ranks(job, environ, shutdown, folder="gate")
     shutdown.torchrun = None
-    fault = fault_of(ending)
+    fault = fault_of(end)
     if fault is not None or not path.exists():
-        clear = {FailureClass.NODE: NodeError, FailureClass.USER: UserError, FailureClass.PREEMPTED: Preempted}
-        kind = NetworkError if fault is None else clear.get(fault, NetworkError)  # what is unclear is the network's
-        raise kind(f"the network could not be measured: {ending.cause or 'no result was left'}")
+        kinds = {FailureClass.NODE: NodeError, FailureClass.USER: UserError, FailureClass.PREEMPTED: Preempted}
+        kind = kinds.get(fault or FailureClass.NETWORK, NetworkError)
+        raise kind(f"the network could not be tested: {end.cause or 'no result was written'}")
     result = read_result(path.read_bytes(), str(path))
-    if problem := check_bandwidth(result, node.node_rank, name=network.name):
+    problem = check_bandwidth(result, node.node_rank, name=network.name)
+    if problem is not None:
         if not network.allow_sockets:
             raise problem
-        print(f"warning [network.slow] {problem} -> allow_sockets is set: the job goes on, slower", flush=True)
+        print(f"warning [network.slow] {problem} -> allow_sockets is set: the job continues, slower", flush=True)
     return result
 
 
 def slow_nodes(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
-    """The slow nodes, as far as the measurements tell: each is measured with several others, and slow with all.
+    """Return the nodes that are slow with each of several partners, or alone.
 
-    Two nodes have one pair, which does not say whose fault it is; what each of them does alone may.
+    Two nodes have one pair, which does not show which of them is slow. The speed of each node alone may.
     """
     best: dict[int, float] = {}
     for pair, speed in speeds.items():
@@ -181,23 +184,24 @@ def slow_nodes(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> 
 
 
 def check_bandwidth(result: NetworkTestResult, node: int, *, name: str) -> TrainLitgptError | None:
-    """Return this node's error, None if the network is good enough; the slow node's lets an attempt leave it out."""
-    if result.enough:
+    """Return this node's error; None if the network is good enough. The slow node's error allows to exclude it."""
+    if result.is_enough:
         return None
 
     def evidence(node: int) -> str:
-        mine = {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}
-        told = [f"{speed:.2f} GB/s with node {other}" for other, speed in mine.items()]
-        if others := [speed for pair, speed in result.pairs.items() if node not in pair]:
-            told.append(f"others have {median(others):.2f}")
+        with_node = {sum(pair) - node: speed for pair, speed in result.pairs.items() if node in pair}
+        without_node = [speed for pair, speed in result.pairs.items() if node not in pair]
+        facts = [f"{speed:.2f} GB/s with node {partner}" for partner, speed in with_node.items()]
+        if without_node:
+            facts.append(f"others have {median(without_node):.2f}")
         if node in result.alone:
-            told.append(f"{result.alone[node]:.2f} GB/s within the node")
-        return ", ".join(told) or "nothing else was measured"
+            facts.append(f"{result.alone[node]:.2f} GB/s within the node")
+        return ", ".join(facts) or "nothing else was measured"
 
     best, slow, hosts = result.best, result.slow, result.hosts
     what = (
         f"an all-reduce of {best.bytes / 2**20:,.0f} MiB over {result.nodes} nodes reached {best.busbw:.2f} GB/s "
-        f"(busbw; {best.busbw * 8:.0f} Gbit/s), and {name} has to reach {result.floor:.2f} GB/s"
+        f"(busbw; {best.busbw * 8:.0f} Gbit/s), but {name} has to reach {result.floor:.2f} GB/s"
     )
     if node in slow:
         return NodeError(f"{what}; this node is the slow one: {evidence(node)}. Exclude {hosts[node]}")
@@ -206,19 +210,19 @@ def check_bandwidth(result: NetworkTestResult, node: int, *, name: str) -> Train
         return NetworkError(f"{what}; {named} is slow: {evidence(slow[0])}")
     if result.nodes == 2:
         fix = f"measure {' and '.join(hosts)} with a third one each"
-        return NetworkError(f"{what}, and of two nodes it cannot be told which is slow", fix=fix)
-    fix = "look at what they share: the fabric's settings (render --explain), the plug-in's release, the placement"
+        return NetworkError(f"{what}, and two nodes do not show which of them is slow", fix=fix)
+    fix = "check what they share: the fabric's settings (render --explain), the plug-in's release, the placement"
     return NetworkError(f"{what}; all nodes are alike ({evidence(0)})", fix=fix)
 
 
 # --- the order of ranks -----------------------------------------------------------------------------------------------
-# A platform numbers nodes as they come. NCCL's rings and trees go through nodes in the order of their ranks, so a ring
-# over machines of two blocks in arbitrary order crosses between the blocks at every other step instead of twice. The
-# topology-aware scheduling of Kueue orders pods by their completion index already, and nothing is left to do here.
+# A platform numbers nodes in any order. NCCL's rings and trees follow the order of ranks. A ring over machines of two
+# blocks in arbitrary order crosses between the blocks at every other step instead of twice. With the topology-aware
+# scheduling of Kueue, pods already have the right order.
 
 
 def fabric_location(source: str | None, environ: Mapping[str, str]) -> str:
-    """Return the place of this machine in the fabric; empty if not known. None as `source` asks nobody.
+    """Return the location of this machine in the fabric; empty if it is unknown, or `source` is None.
 
     It is `/block/subblock/host`, as GKE's node labels cloud.google.com/gce-topology-* have it:
     https://docs.cloud.google.com/compute/docs/instances/use-compact-placement-policies#verify-vm-location
@@ -234,22 +238,22 @@ def fabric_location(source: str | None, environ: Mapping[str, str]) -> str:
         with urlopen(request, timeout=5) as answer:
             return str(answer.read().decode()).strip()
     except OSError as error:  # machines without a placement policy have no such attribute
-        print(f"warning [node.place] this machine's place is not known: {error} -> ranks keep their order", flush=True)
+        print(f"warning [node.place] this machine's place is unknown: {error} -> ranks keep their order", flush=True)
         return ""
 
 
 def rank_order(places: Sequence[str]) -> list[int]:
-    """The rank of each node: machines that share a block are next to each other, and within it those of one rack.
+    """Return the rank of each node: machines of one block are neighbours, and within it those of one rack.
 
-    Node 0 stays rank 0, because the others meet there; its block and rack come first. Machines whose place is not known
+    Node 0 keeps rank 0, because the others meet there. Its block and rack come first. Machines of unknown location
     come last, in their own order.
     """
     parts = [tuple(part for part in place.split("/") if part) for place in places]
 
     def order(node: int) -> tuple[object, ...]:
-        mine, first = parts[node], parts[0]
-        near = tuple((mine[: depth + 1] != first[: depth + 1], part) for depth, part in enumerate(mine))
-        return node != 0, not mine, near, node
+        path, first = parts[node], parts[0]
+        distance = tuple((path[: depth + 1] != first[: depth + 1], part) for depth, part in enumerate(path))
+        return node != 0, not path, distance, node
 
     ordered = sorted(range(len(places)), key=order)
     return [ordered.index(node) for node in range(len(places))]

@@ -1,8 +1,7 @@
 """The rank of a node in its job, and the address of its peers: by flags, or by the platform's environment.
 
 `python -m litgpt_demo node --spec eyJhcmd2Ijpb…` is such a command line as one word. Some launchers join the words of a
-command for a shell, some keep them, and what is right for the one breaks on the other (Run:ai's CLI of 2.13 and of
-2.18): a word without blanks, quotes and `$` is the same under both.
+command for a shell, some keep them (Run:ai of 2.13 and 2.18). A word without blanks, quotes and `$` suits both.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from litgpt_demo.errors import Finding, NetworkError, UserError
 from litgpt_demo.node.network import NO_NETWORK_PROFILE, NodeNetwork, job_network
 
 PYTORCHJOB = "pytorchjob"
-"""The value of --node-rank and --master that leaves them to a PyTorchJob, and with it to every Run:ai."""
+"""The value of --node-rank and --master that takes them from a PyTorchJob's variables, which every Run:ai sets."""
 
 _POD = re.compile(r".*-(?P<role>master|worker)-(?P<index>\d+)")
 _SHOWN = re.compile(r"(PET_|MASTER_)\w+|RANK|WORLD_SIZE|RUNAI_NUM_OF_GPUS|HOSTNAME")
@@ -36,11 +35,10 @@ class Node:
     nodes: int
     node_rank: int
     host: str
-    """Address of node 0, as every node can reach it. Never defaulted: a node that falls back to localhost forms
-    a world of its own and trains alone."""
+    """Address of node 0 for every node. There is no default: a node that falls back to localhost trains alone."""
     port: int
     run_id: str
-    """One per attempt: a peer left over from the last one must not be able to join (pytorch#116974)."""
+    """One per attempt: a peer of an earlier one must not be able to join (pytorch#116974)."""
     processes: int
     """Ranks on this node."""
     directory: Path
@@ -48,35 +46,35 @@ class Node:
     program: tuple[str, ...]
     stage: tuple[str, ...] = ()
     code: str | None = None
-    """Address of the archive of the user's own code, which the program is then part of."""
+    """Address of the archive of the user's own code, which contains the program."""
     grace: int = 30
     log_uri: str | None = None
-    """The address to which logs and error files are copied, because `directory` goes with the machine."""
+    """The address to which logs and error files are copied, if `directory` does not outlive the machine."""
     log_every: float = 60.0
     network: NodeNetwork = NO_NETWORK_PROFILE
     by_pytorchjob: bool = False
-    """Its number is what a PyTorchJob told, which is then checked against what was submitted."""
+    """The number comes from a PyTorchJob, and is checked against the submission."""
 
     @property
     def own(self) -> Path:
-        """The part of the directory that no other node writes to."""
+        """The part of the directory to which only this node writes."""
         return self.directory / f"node-{self.node_rank}"
 
     @property
     def is_ours(self) -> bool:
-        """Return whether its program is our trainer."""
+        """Return True if its program is our trainer."""
         return self.program[:2] == ("-m", "litgpt_demo")
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
-    """The node that a command line asks for. A value `env:NAME` is read from the environment, so that one command line
-    serves every node of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`).
+    """Parse a command line. A value `env:NAME` is read from the environment, so that one command line serves every node
+    of a platform that numbers its pods (`--node-rank env:JOB_COMPLETION_INDEX`).
     """
     parser = argparse.ArgumentParser(
         prog="python -m litgpt_demo node",
         usage="%(prog)s --nodes N --node-rank R --processes P --master HOST:PORT --run-id ID --directory DIR -- …",
         description="Run one node of a job. A value env:NAME is read from the environment; --node-rank and --master "
-        "may be `pytorchjob`: as Run:ai and Kubeflow say, checked against --nodes and --processes.",
+        "may be `pytorchjob`: by Run:ai's and Kubeflow's variables, checked against --nodes and --processes.",
     )
     parser.add_argument("--nodes", required=True, help="nodes of the job")
     parser.add_argument("--node-rank", required=True, help="number of this one, from 0")
@@ -84,49 +82,52 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
     parser.add_argument("--master", required=True, metavar="HOST:PORT", help="where node 0 listens")
     parser.add_argument("--run-id", required=True, help="one per attempt, the same on every node")
     parser.add_argument("--directory", required=True, help="local folder for logs and error files")
-    parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// that those are copied to while it runs")
+    parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// to which they are copied while it runs")
     parser.add_argument("--log-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
-    parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to bring here first")
-    parser.add_argument("--code", metavar="ADDRESS", help="an archive <sha256>.tar to unpack and to start in")
+    parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to copy here first")
+    parser.add_argument("--code", metavar="ADDRESS", help="an archive <sha256>.tar to unpack and start in")
     parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
 
     split = list(argv).index("--") if "--" in argv else len(argv)
     flags = parser.parse_args(list(argv[:split]))
-    if not (program := tuple(argv[split + 1 :])):
+    program = tuple(argv[split + 1 :])
+    if not program:
         raise UserError("no program given", fix="end the command line with `-- script.py …` or `-- -m module …`")
 
-    def told(flag: str, given: str, *names: str) -> str:
-        """A flag's value: as it is given, of the variable that it names, or of the first of a PyTorchJob's `names`."""
-        if given.startswith("env:"):
-            names = (given.removeprefix("env:"),)
-        elif given != PYTORCHJOB or not names:
-            return given
-        if value := next(filter(None, map(environ.get, names)), None):
+    def resolve(flag: str, value: str, *names: str) -> str:
+        """Return a flag's value, read from the variable that it names or from the first of a PyTorchJob's `names`."""
+        if value.startswith("env:"):
+            names = (value.removeprefix("env:"),)
+        elif value != PYTORCHJOB or not names:
             return value
-        what = f"{flag}={given} is not to be had: {' or '.join(names)} is not in the environment"
+        for name in names:
+            if environ.get(name):
+                return environ[name]
+        what = f"{flag}={value} cannot be resolved: {' or '.join(names)} is not in the environment"
         fix = "give the value itself, or submit the job as a PyTorch training with a master"
-        raise UserError(what, fix=f"{fix}. The platform tells\n{_table(environ)}")
+        raise UserError(what, fix=f"{fix}. The platform's variables are\n{_table(environ)}")
 
-    def number(flag: str, given: str, *names: str) -> int:
-        if not (value := told(flag, given, *names)).isdecimal():
-            raise UserError(f"{flag}={value!r} is not a whole number", fix="give one such as 0 or 8")
-        return int(value)
+    def number(flag: str, value: str, *names: str) -> int:
+        resolved = resolve(flag, value, *names)
+        if not resolved.isdecimal():
+            raise UserError(f"{flag}={resolved!r} is not a whole number", fix="give one such as 0 or 8")
+        return int(resolved)
 
-    # Node 0's address is never guessed: then each node would train alone.
-    master = told("--master", flags.master, "PET_MASTER_ADDR", "MASTER_ADDR")
+    # Node 0's address is never guessed, because then each node would train alone.
+    master = resolve("--master", flags.master, "PET_MASTER_ADDR", "MASTER_ADDR")
     if flags.master == PYTORCHJOB:
-        ports = map(environ.get, ("PET_MASTER_PORT", "MASTER_PORT"))
-        master = f"{master}:{next(filter(None, ports), '23456')}"  # the operator's pytorchjob-port
+        port = environ.get("PET_MASTER_PORT") or environ.get("MASTER_PORT") or "23456"  # the operator's default
+        master = f"{master}:{port}"
     host, _, port = master.rpartition(":")
     if not host:
         raise UserError(f"--master={master!r} has no port", fix="give HOST:PORT, for example 10.0.0.5:29500")
     return Node(
         nodes=number("--nodes", flags.nodes),
-        # RANK is the node's in older Run:ai, and a process's under torchrun.
+        # RANK is the node's in older Run:ai, but a process's under torchrun.
         node_rank=number("--node-rank", flags.node_rank, "PET_NODE_RANK", "RANK"),
         host=host,
         port=number("--master's port", port),
-        run_id=told("--run-id", flags.run_id),
+        run_id=resolve("--run-id", flags.run_id),
         processes=number("--processes", flags.processes),
         directory=Path(flags.directory).absolute(),
         program=program,
@@ -144,63 +145,70 @@ SPEC = "--spec"
 
 
 def plain(word: str) -> bool:
-    """Return True if every shell, and every flag that splits its value at commas, leaves the word as it is."""
+    """Return True if no shell, and no flag that splits its value at commas, changes the word."""
     return re.fullmatch(r"[A-Za-z0-9_@%+=:./-]+", word) is not None
 
 
 def pack(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Arguments, and variables to set before they are read, as one word of letters, digits, `-`, `_` and `=`."""
+    """Return arguments and variables to set before them as one word of letters, digits, `-`, `_` and `=`."""
     document = {"argv": list(argv), "env": dict(environ)}
     return base64.urlsafe_b64encode(json.dumps(document, separators=(",", ":")).encode()).decode()
 
 
 def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """The arguments that a command line means, whose variables are then in `environ`; others come back as they are."""
+    """Return the arguments of a packed command line, and set its variables in `environ`; others are not changed."""
     if not argv or argv[0] != SPEC:
         return list(argv)
     word = argv[1] if len(argv) == 2 else ""
     try:
         document = json.loads(base64.urlsafe_b64decode(word))
-        words, variables = [*map(str, document["argv"])], dict(document["env"])
+        arguments, variables = [*map(str, document["argv"])], dict(document["env"])
     except (binascii.Error, ValueError, KeyError, TypeError) as error:
-        what = f"{SPEC} {word[:40]!r}… is not what the launcher wrote ({type(error).__name__}: {error})"
+        what = f"{SPEC} {word[:40]!r}… was not written by the launcher ({type(error).__name__}: {error})"
         raise UserError(what, fix="copy the whole command that `train-litgpt render` prints") from error
     environ.update(variables)
-    return words
+    return arguments
 
 
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield where the platform's variables contradict what was submitted. Two nodes that take themselves for the same
-    one wait for each other forever; a world that is too small trains alone and does not say so.
+    """Yield the platform's variables that contradict the submission. Two nodes with the same number wait for each other
+    forever. A world that is too small trains alone, silently.
 
     WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
     (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods
     and Run:ai of 2.18 counts GPUs (https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md).
     """
     nodes, rank = node.nodes, node.node_rank
-    allowed = {"PET_NODE_RANK": {rank}, "JOB_COMPLETION_INDEX": {rank}, "PET_NNODES": {nodes}}
-    allowed["WORLD_SIZE"] = {nodes, nodes * node.processes}
-    told = dict(environ)
+    world_sizes = {nodes, nodes * node.processes}
+    allowed = {
+        "PET_NODE_RANK": {rank},
+        "JOB_COMPLETION_INDEX": {rank},
+        "PET_NNODES": {nodes},
+        "WORLD_SIZE": world_sizes,
+    }
+    variables = dict(environ)
     if node.by_pytorchjob:
         allowed["RANK"] = {rank}
         # A pod may have more GPUs than it has ranks.
         gpus = (environ.get(name, "") for name in ("RUNAI_NUM_OF_GPUS", "PET_NPROC_PER_NODE"))
-        allowed["WORLD_SIZE"] |= {nodes * int(count) for count in gpus if count.isdecimal()}
-        if pod := _POD.fullmatch(environ.get("HOSTNAME", "")):  # `<job>-master-0` is node 0, `<job>-worker-<i>` i + 1
+        world_sizes |= {nodes * int(count) for count in gpus if count.isdecimal()}
+        pod = _POD.fullmatch(environ.get("HOSTNAME", ""))
+        if pod:  # `<job>-master-0` is node 0, `<job>-worker-<i>` i + 1
             name = f"the pod's name {pod[0]}: node"
-            told[name] = "0" if pod["role"] == "master" else str(int(pod["index"]) + 1)
+            variables[name] = "0" if pod["role"] == "master" else str(int(pod["index"]) + 1)
             allowed[name] = {rank}
     for name, values in allowed.items():
-        if not (given := told.get(name)) or given in map(str, values):
+        value = variables.get(name)
+        if not value or value in map(str, values):
             continue
-        # A shell may have one left from another job; the others are set by a platform for this very pod.
-        loose = name == "WORLD_SIZE" and "PET_NNODES" not in environ and not node.by_pytorchjob
+        # A shell may have a WORLD_SIZE of another job. The platform sets the others for this very node.
+        is_leftover = name == "WORLD_SIZE" and "PET_NNODES" not in environ and not node.by_pytorchjob
         yield Finding(
-            "warning" if loose else "error",
+            "warning" if is_leftover else "error",
             "node.contradiction",
-            what=f"{name}={given} does not agree with --nodes={nodes} --node-rank={rank} --processes={node.processes}",
-            fix="submit as many nodes as the job is told of (a PyTorchJob's are workers + 1), or take the variable out "
-            f"of the environment. The platform tells\n{_table(environ)}",
+            what=f"{name}={value} does not agree with --nodes={nodes} --node-rank={rank} --processes={node.processes}",
+            fix="submit as many nodes as the platform reports (a PyTorchJob's are workers + 1), or remove the variable "
+            f"from the environment. The platform's variables are\n{_table(environ)}",
         )
 
 
@@ -209,7 +217,7 @@ def _table(environ: Mapping[str, str]) -> str:
 
 
 def await_name(host: str) -> None:
-    """Return when node 0's name resolves: a headless Service knows its pods only once they are there."""
+    """Wait until node 0's name resolves: a headless Service lists its pods only after their start."""
     limit = 600.0  # seconds: as torchrun's own rendezvous waits (elastic/rendezvous/static_tcp_rendezvous.py)
     deadline = time.monotonic() + limit
     while True:
@@ -219,11 +227,13 @@ def await_name(host: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 what = f"node 0's name {host} did not resolve for {limit:.0f} s ({error})"
-                fix = "see whether its pod is pending, or pulls its image, and the job's headless Service is there"
+                fix = (
+                    "see whether node 0 is pending or pulls its image, and that its name resolves (a headless Service)"
+                )
                 raise NetworkError(what, fix=fix) from error
         time.sleep(1.0)
 
 
 def machine_name() -> str:
-    """The machine that this node is: what the platform calls it, for verdicts and exclusions, or the host name."""
+    """Return the machine's name on the platform, for diagnoses and exclusions; otherwise the host name."""
     return os.environ.get("LITGPT_HOST") or socket.gethostname()

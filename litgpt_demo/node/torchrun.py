@@ -1,8 +1,8 @@
-"""torchrun, of any torch from 2.2 on, with three differences: users bring images with torch of their own.
+"""torchrun, of any torch from 2.2 on because images of users have their own torch, with three differences.
 
-torchrun ends with 1 whatever happened and prints how each rank ended as prose; here that is also written to
-`failures.json` in the log directory. The peers of a failed rank get `PEER_GRACE` seconds. And where node 0's address is
-this machine's own loopback, its store listens there alone.
+- The ends of the ranks, which torchrun only prints, are also written to `failures.json` in the log directory.
+- The peers of a failed rank get `PEER_GRACE` seconds.
+- If node 0's address is this machine's own loopback, its store listens only there.
 """
 
 from __future__ import annotations
@@ -25,40 +25,42 @@ from litgpt_demo.secrets import is_loopback
 from litgpt_demo.storage.local import NO_ROOM, atomic_write_json
 
 # Seconds from SIGTERM to SIGKILL for the peers of a failed rank on its node. They wait for it in a collective that can
-# never end, so there is nothing that more time would save.
+# never end, so more time would save nothing.
 PEER_GRACE = 3
 
 FAILURES = "failures.json"
 
 
-# The environment variable with the seconds that ranks have between SIGTERM and SIGKILL when the node is asked to leave.
-# torch 2.13 reads it (pytorch#172596); 2.11.0 and 2.2.2 know of none, and give ranks 30 s.
+# The environment variable with the seconds between SIGTERM and SIGKILL of ranks when the node has to leave. torch 2.13
+# reads it (pytorch#172596). 2.11.0 and 2.2.2 have none, and give ranks 30 s.
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def main(argv: Sequence[str]) -> int:
-    """torchrun with these arguments: 1 if a rank failed, or the code of a full disk if how cannot be written down."""
+    """Run torchrun with these arguments; return 1 if a rank failed, or a full disk's code if the report cannot be
+    written."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
     arguments = parse_args(list(argv))  # type: ignore[no-untyped-call]
     _bound_grace()
-    # Only now that all is imported: a user's module that is called `random` is meant for their program.
-    if code := os.environ.get(CODE):
+    # Only after all imports, because a user's module may be called `random`.
+    code = os.environ.get(CODE)
+    if code:
         os.chdir(code)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (code, os.environ.get("PYTHONPATH"))))
     failures = Path(arguments.log_dir) / FAILURES
     failures.parent.mkdir(parents=True, exist_ok=True)
     _share_logs(failures.parent)
     try:
-        _held = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
+        _store = _store_on_loopback(arguments.master_addr, arguments.master_port, arguments.node_rank)
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         print(failed, file=sys.stderr)
         ranks = [
-            {"local_rank": one.local_rank, "exit_code": one.exitcode, "time": one.timestamp}
-            for one in failed.failures.values()
+            {"local_rank": failure.local_rank, "exit_code": failure.exitcode, "time": failure.timestamp}
+            for failure in failed.failures.values()
         ]
         try:
             atomic_write_json(failures, {"ranks": ranks})
@@ -69,31 +71,32 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as error:
         atomic_write_json(failures, {"agent": f"{type(error).__name__}: {error}", "time": time.time()})
-        if isinstance(error, SignalException):  # where torchrun was when it was asked to leave is no news
+        if isinstance(error, SignalException):  # torchrun's traceback of a normal signal has no use
             return 1
         raise
     return 0
 
 
 def _share_logs(logs: Path) -> None:
-    """Let torch's folder below `logs` have the mode of `logs`: the run's folder decides who may read it, as a second
-    user who follows the run. torch, from 2.2 to 2.13, makes it by `tempfile.mkdtemp`, for its own user alone."""
+    """Give torch's folder below `logs` the mode of `logs`, so that another user can follow the run. torch, from 2.2 to
+    2.13, makes it by `tempfile.mkdtemp`, for its own user only."""
     make = tempfile.mkdtemp
 
-    def made(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
+    def make_shared(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
         folder = make(suffix, prefix, dir)
         if dir is not None and Path(dir) == logs:
             Path(folder).chmod(logs.stat().st_mode & 0o7777)
         return folder
 
-    tempfile.mkdtemp = made  # type: ignore[assignment]
+    tempfile.mkdtemp = make_shared  # type: ignore[assignment]
 
 
 def _bound_grace() -> None:
-    """From 2.2 to 2.13, torch calls `PContext.close()` with its default of 30 s for the peers, without a signal,
-    whatever it was told (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll). One that knows no
-    timeout calls it with the signal that it got, and the same default (SimpleElasticAgent._shutdown). Another torch is
-    left as it is."""
+    """Shorten the 30 s of peers of a failed rank, and lengthen those of ranks that have to save.
+
+    From 2.2 to 2.13, torch calls `PContext.close()` without a signal for the peers
+    (torch/distributed/elastic/multiprocessing/api.py, SubprocessContext._poll), and with the signal at a shutdown
+    (SimpleElasticAgent._shutdown), always with its default of 30 s. Another torch is not changed."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     close = PContext.close
@@ -108,12 +111,12 @@ def _bound_grace() -> None:
 
 
 def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
-    """Return node 0's store, listening on loopback alone, where that is its address; else None.
+    """Return node 0's store, listening only on loopback, if that is its address; else None.
 
-    torch's TCPStore has no address to listen on and takes all of the machine's. But it takes a socket that listens
-    already, and within a process those of one port are one server as long as somebody holds it (multi_tenant), which
-    torchrun's own then finds (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks
-    ask the same store. A torch whose store takes no such socket is left as it is.
+    torch's TCPStore listens on all addresses of the machine, but it accepts a socket that listens already. Within a
+    process the stores of one port share a server while a reference to it exists (multi_tenant), so torchrun uses this
+    one (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, of 2.2 to 2.13). Ranks use the same store. A
+    torch whose store accepts no socket is not changed.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 

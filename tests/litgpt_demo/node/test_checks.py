@@ -43,7 +43,7 @@ def test_a_daemon_that_does_not_answer_is_named_with_its_place(tmp_path: Path) -
     network = NodeNetwork(name="tcpx", socket=str(tmp_path / "rx_rule_manager"))
     assert "No such file" in next(check_daemon(network, patience=0)).what
     (tmp_path / "rx_rule_manager").touch()
-    assert "it is no socket" in next(check_daemon(network, patience=0)).what
+    assert "it is not a socket" in next(check_daemon(network, patience=0)).what
     with socket.socket() as daemon:
         daemon.bind(("127.0.0.1", 0))
         network = NodeNetwork(name="tcpxo", socket=f"127.0.0.1:{daemon.getsockname()[1]}")
@@ -220,7 +220,7 @@ EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
     [
         ({"ERRORS": "uncounted"}, {}),
         ({"ERRORS": "3"}, {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}),
-        ({"DRIVER": "580.1"}, {"gpu.driver-version": "the GPU driver is 580.1, and tcpx works with >=535,<536"}),
+        ({"DRIVER": "580.1"}, {"gpu.driver-version": "the GPU driver is 580.1, but tcpx works with >=535,<536"}),
         ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
     ],
 )
