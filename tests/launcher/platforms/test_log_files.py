@@ -36,9 +36,8 @@ def follower(root: str) -> Follower:
     return Follower(open_storage(root))
 
 
-def test_a_look_reads_what_was_added_and_nothing_of_a_log_that_is_as_it_was(
-    proxy: FaultyBucket, bucket: Storage
-) -> None:
+def test_page_reads_only_the_added_bytes(proxy: FaultyBucket, bucket: Storage) -> None:
+    """An unchanged log is not read at all."""
     follower = Follower(bucket)
     bucket.write("node-0.log", LONG)
     assert len(follower.look()) == 20_000
@@ -50,7 +49,8 @@ def test_a_look_reads_what_was_added_and_nothing_of_a_log_that_is_as_it_was(
     assert proxy.downloaded - before == len(b"one more\n")
 
 
-def test_lines_come_whole_and_once_and_the_end_of_a_job_ends_its_last_line(follower: Follower) -> None:
+def test_lines_are_complete_and_the_jobs_end_ends_the_last_one(follower: Follower) -> None:
+    """Each line is returned once."""
     follower.attempt.write("node-0.log", "é one\né tw".encode())
     follower.attempt.write("node-1.log", b"other")
     assert follower.look() == ["é one"]
@@ -60,7 +60,8 @@ def test_lines_come_whole_and_once_and_the_end_of_a_job_ends_its_last_line(follo
     assert follower.look(ended=True) == []
 
 
-def test_a_log_that_is_begun_anew_is_read_from_its_beginning_however_long_it_has_become(follower: Follower) -> None:
+def test_replaced_log_is_read_from_its_beginning(follower: Follower) -> None:
+    """Its length does not matter."""
     follower.attempt.write("node-0.log", LONG)
     follower.look()
     follower.attempt.write("node-0.log", b"a new life\n")
@@ -71,9 +72,7 @@ def test_a_log_that_is_begun_anew_is_read_from_its_beginning_however_long_it_has
     assert follower.look()[0] == "a third life"
 
 
-def test_bytes_that_are_damaged_on_their_way_are_fetched_again_and_not_for_ever(
-    proxy: FaultyBucket, bucket: Storage
-) -> None:
+def test_damaged_bytes_are_fetched_again_but_not_forever(proxy: FaultyBucket, bucket: Storage) -> None:
     bucket.write("node-0.log", b"the first line\n")
     proxy.arm(FailureClass(on="download", do="flip", times=2))
     assert Follower(bucket).look() == ["the first line"]
@@ -82,7 +81,7 @@ def test_bytes_that_are_damaged_on_their_way_are_fetched_again_and_not_for_ever(
         Follower(bucket).look()
 
 
-def test_of_a_log_larger_than_memory_only_the_new_line_is_read(tmp_path: Path) -> None:
+def test_page_of_a_huge_log_reads_only_the_new_line(tmp_path: Path) -> None:
     size = 1 << 42
     with (tmp_path / "node-0.log").open("wb") as log:
         log.truncate(size)  # takes no blocks
@@ -107,7 +106,7 @@ def test_any_bytes_are_lines_of_text(content: bytes) -> None:
         from_log_line(text)
 
 
-def test_a_line_without_end_comes_in_pieces_and_keeps_no_other_node_waiting(tmp_path: Path) -> None:
+def test_endless_line_comes_in_pieces_and_blocks_no_other_node(tmp_path: Path) -> None:
     place = open_storage(str(tmp_path))
     place.write("node-0.log", b"begin\n" + b"x" * (3 * PAGE) + b"\nend\n")
     place.write("node-1.log", b"here I am\n")

@@ -228,9 +228,10 @@ def submitted(place: Place, name: str, text: str) -> Iterator[JobId]:
         place.platform.cancel(job_id)
 
 
-def test_rendering_says_the_same_twice_in_plain_data_and_neither_it_nor_asking_for_access_starts_anything(
+def test_render_and_check_access_start_nothing(
     place: Place,
 ) -> None:
+    """Rendering twice returns the same plain data."""
     asked = job(place, "render", SLEEP, env={"MARKER": "shown"}, code="gs://bucket/code/a.tar")
     first = place.platform.render(asked)
     assert first == place.platform.render(asked)
@@ -243,7 +244,7 @@ def test_rendering_says_the_same_twice_in_plain_data_and_neither_it_nor_asking_f
     assert place.live_jobs() == 0
 
 
-def test_who_looks_at_a_job_changes_nothing(place: Place) -> None:
+def test_looking_at_a_job_changes_nothing(place: Place) -> None:
     with submitted(place, "looked-at", SLEEP) as job_id:
         before = place.written()
         for look in (place.platform.status, place.platform.logs, place.platform.remaining_resources):
@@ -262,7 +263,7 @@ def test_malformed_position_in_the_log_is_a_value_error(place: Place) -> None:
                 place.platform.logs(job_id, position)
 
 
-def test_one_config_under_two_roots_is_two_jobs_and_cancelling_one_leaves_the_other(place: Place) -> None:
+def test_one_config_under_two_roots_is_two_independent_jobs(place: Place) -> None:
     def submit_under(root: str, nonce: str) -> JobId:
         asked = job(place, "rooted", SLEEP, root=root, nonce=nonce, directory=str(place.folder / root))
         return place.platform.submit(place.platform.render(asked))
@@ -295,7 +296,7 @@ def test_job_of_a_deleted_root_is_neither_adopted_nor_doubled(place: Place) -> N
     place.platform.cancel(new.job_id)
 
 
-def test_submitting_twice_is_one_job_and_cancelling_twice_leaves_nothing(place: Place) -> None:
+def test_submit_and_cancel_can_be_repeated(place: Place) -> None:
     begun = place.folder / "begun"
     text = f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(600)"
     submission = place.platform.render(job(place, "twice", text))
@@ -398,7 +399,7 @@ dist.destroy_process_group()
 """
 
 
-def test_the_program_runs_in_every_rank_of_one_world_and_its_logs_can_be_followed_from_where_one_stopped(
+def test_program_runs_in_each_rank_and_its_logs_can_be_continued(
     running_place: Place,
 ) -> None:
     platform, lines, position = running_place.platform, [], ""
@@ -425,12 +426,12 @@ def test_the_program_runs_in_every_rank_of_one_world_and_its_logs_can_be_followe
 # --- the registry -----------------------------------------------------------------------------------------------------
 
 
-def test_every_platform_is_registered_under_the_kind_that_its_settings_have() -> None:
+def test_each_platform_is_registered_under_its_kind() -> None:
     for kind, settings in zip(PLATFORMS, settings_classes(), strict=True):
         assert settings.model_json_schema()["properties"]["kind"]["const"] == kind
 
 
-def test_a_platform_that_is_not_registered_is_refused_with_those_that_are() -> None:
+def test_unknown_platform_is_refused_with_the_known_ones() -> None:
     choices = "'local', 'gke', 'runai', 'batch', 'slurm'"
     with pytest.raises(ConfigProblem, match=rf"platform\.kind: 'toy' is unknown; choose one of {choices}"):
         validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")

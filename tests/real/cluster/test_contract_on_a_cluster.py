@@ -94,7 +94,7 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[str]:
         ({"node_selector": {"train-litgpt/no-such": "machine"}}, "gke.machines", "gke.pending.selector"),
     ],
 )
-def test_what_keeps_a_job_from_running_is_found_beforehand_and_is_the_reason_why_it_waits(
+def test_check_finds_what_keeps_a_job_from_running(
     control_plane: str, tmp_path: Path, settings: dict[str, Any], found: str, why: str
 ) -> None:
     with platform_of(control_plane, **settings) as platform:

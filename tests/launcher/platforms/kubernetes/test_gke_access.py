@@ -65,7 +65,7 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     platform = gke(cluster, **LIVES[name])
     submission = platform.render(job(folder, name, processes=platform._settings.processes))
     platform.check_access()
-    assert [one for one in platform.check(submission) if one.code in ("gke.unseen", "gke.permission")] == []
+    assert [finding for finding in platform.check(submission) if finding.code in ("gke.unseen", "gke.permission")] == []
     watched = cluster.traffic.calls["watch", "pods"]
     job_id = platform.submit(submission)
     platform.submit(submission)
@@ -77,11 +77,11 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     platform.close()
 
 
-def test_the_role_is_enough_and_all_of_it_is_used(furnished: Cluster, tmp_path: Path) -> None:
+def test_role_is_sufficient_and_has_no_unused_rule(furnished: Cluster, tmp_path: Path) -> None:
     for name in LIVES:
         a_whole_life(furnished, tmp_path, name)
     platform = gke(furnished, priority="batch")
-    assert "gke.priority" in {one.code for one in platform.check(platform.render(job(tmp_path, "batch")))}
+    assert "gke.priority" in {finding.code for finding in platform.check(platform.render(job(tmp_path, "batch")))}
     used = {(what, verb) for verb, what in furnished.traffic.calls if what[0] != "/"}
     made = {what for what, verb in used if verb == "create"}
     # What is made may be deleted: with its job, after it, or when its submission fails half-way.
@@ -90,10 +90,10 @@ def test_the_role_is_enough_and_all_of_it_is_used(furnished: Cluster, tmp_path: 
     assert used | taken_back == {(what, verb) for _, what, verb in SHIPPED}
 
 
-def test_reaching_a_cluster_without_permissions_names_all_of_them(cluster: Cluster) -> None:
+def test_check_access_names_all_missing_permissions(cluster: Cluster) -> None:
     cluster.allow([])
     platform = gke(cluster)
     with pytest.raises(LoginProblem, match=r"deployments/rbac\.yaml") as refused:
         platform.check_access()
-    asked = [f"{verb} {resource}" for verb, resource in needed(platform._settings, "jobset")]
-    assert [one for one in asked if one not in str(refused.value)] == []
+    rights = [f"{verb} {resource}" for verb, resource in needed(platform._settings, "jobset")]
+    assert [right for right in rights if right not in str(refused.value)] == []

@@ -48,8 +48,8 @@ def trust(cloud: GoogleCloud, certificate: str) -> None:
 
 
 def settings(name: str = "here") -> GkePlatformConfig:
-    given = {"cluster": name, "location": "europe-west4-b", "nodes": 2, "grace": 1, "gate": 0}
-    return GkePlatformConfig.model_validate({"kind": "gke", **given})
+    section = {"cluster": name, "location": "europe-west4-b", "nodes": 2, "grace": 1, "gate": 0}
+    return GkePlatformConfig.model_validate({"kind": "gke", **section})
 
 
 def kubeconfig(cluster: Cluster, path: Path, *, server: str | None = None, user: dict[str, Any] | None = None) -> Path:
@@ -65,7 +65,7 @@ def connected(path: Path | str) -> object:
     return connect(GkePlatformConfig(kind="gke", kubeconfig=str(path))).list(PODS, "default")[0]
 
 
-def test_a_cluster_is_reached_by_its_name_and_nothing_is_written(
+def test_cluster_is_reached_by_name_without_a_written_file(
     cloud: GoogleCloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -90,15 +90,15 @@ def test_cluster_of_a_record_needs_a_project_the_user_names(monkeypatch: pytest.
     section = settings().model_dump(mode="json") | {"project": "evil"}
     for known in ("", PROJECT):
         monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", known)
-        for given in (None, settings()):
-            with pytest.raises(ConfigProblem, match="export GOOGLE_CLOUD_PROJECT=evil, or give the verb the config"):
-                recorded_platform(section, given)
+        for config in (None, settings()):
+            with pytest.raises(ConfigProblem, match="export GOOGLE_CLOUD_PROJECT=evil, or give the verb a config"):
+                recorded_platform(section, config)
     assert recorded_platform(section, settings().model_copy(update={"project": "evil"})).name == "gke"
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "evil")
     assert recorded_platform(section).name == "gke"
 
 
-def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, cluster: Cluster, tmp_path: Path) -> None:
+def test_token_is_renewed_while_a_job_is_followed(cloud: GoogleCloud, cluster: Cluster, tmp_path: Path) -> None:
     platform = GkePlatform(settings())
     job_id = started(cluster, platform, job(tmp_path))
     cluster.expire_token()
@@ -109,28 +109,26 @@ def test_a_job_is_followed_beyond_the_life_of_a_token(cloud: GoogleCloud, cluste
     platform.cancel(job_id)
 
 
-def test_the_endpoint_of_a_cluster_that_has_moved_is_found_while_this_process_lives(
-    cloud: GoogleCloud, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_endpoint_is_found_again_when_a_cluster_moves(cloud: GoogleCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = cloud.clusters.values()
-    here, found.endpoint = found.endpoint, "127.0.0.1:1"
+    endpoint, found.endpoint = found.endpoint, "127.0.0.1:1"
     now = Mock(return_value=0.0)
     monkeypatch.setattr(connecting, "time", Mock(monotonic=now))
     before = connect(settings())
-    found.endpoint = here
+    found.endpoint = endpoint
     now.return_value = 3600.0
     after = connect(settings())
     assert after.version() == "v1.36.2-gke.1034000"
     assert connect(settings()) is after is not before
 
 
-def test_a_misspelt_name_is_told_with_those_there_are(cloud: GoogleCloud) -> None:
-    words = rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; there is here in"
-    with pytest.raises(ConfigProblem, match=words):
+def test_unknown_cluster_is_refused_with_the_existing_ones(cloud: GoogleCloud) -> None:
+    message = rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; there is here in"
+    with pytest.raises(ConfigProblem, match=message):
         connect(settings("her"))
 
 
-def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None:
+def test_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None:
     cloud.permissions.clear()
     with pytest.raises(LoginProblem, match=r"container\.clusters\.get .* roles/container\.clusterViewer"):
         connect(settings())
@@ -144,7 +142,7 @@ def test_a_missing_permission_is_named_with_its_role(cloud: GoogleCloud) -> None
         ("tokenFile", "/etc/hostname"),
     ],
 )
-def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
+def test_kubeconfig_of_a_config_runs_nothing_and_sends_no_file(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, user: object
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -153,12 +151,12 @@ def test_a_kubeconfig_of_somebodys_config_runs_no_program_and_sends_no_file(
     assert not Path("ran").exists()
 
 
-def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
+def test_kubeconfig_in_the_own_folder_may_run_a_program(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
-    (tmp_path / "said").write_text(json.dumps(said | {"status": {"token": cluster.token}}))
-    program = {"apiVersion": said["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
+    credential = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential"}
+    (tmp_path / "said").write_text(json.dumps(credential | {"status": {"token": cluster.token}}))
+    program = {"apiVersion": credential["apiVersion"], "command": "cat", "args": [str(tmp_path / "said")]}
     kubeconfig(cluster, tmp_path / "dotfiles", user={"exec": program})
     (tmp_path / "home/.kube").mkdir(parents=True)
     (tmp_path / "home/.kube/linked").symlink_to(tmp_path / "dotfiles")
@@ -168,13 +166,13 @@ def test_a_kubeconfig_in_the_users_own_folder_may_name_a_program(
         connected("~/.kube/../../dotfiles")
 
 
-def test_a_token_is_not_for_a_cluster_at_an_address_without_encryption(cluster: Cluster, tmp_path: Path) -> None:
+def test_token_is_not_sent_to_an_unencrypted_address(cluster: Cluster, tmp_path: Path) -> None:
     plain = kubeconfig(cluster, tmp_path / "plain", server="http://127.evil.example:8080")
     with pytest.raises(LoginProblem, match=r"http://127\.evil\.example:8080, which is not encrypted.*https://"):
         connected(plain)
 
 
-def test_a_pod_of_the_cluster_uses_its_own_account(
+def test_pod_in_the_cluster_uses_its_own_account(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, certificate = cluster.tls()

@@ -51,23 +51,23 @@ def texts(lines: list[LogLine], node: int = 0) -> list[str]:
     return [line.text for line in lines if line.node == node]
 
 
-def test_a_broken_connection_loses_and_doubles_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_logs_lose_and_repeat_no_line_when_a_connection_breaks(cluster: Cluster, tmp_path: Path) -> None:
     cluster.cut_logs(*(range(7, 2000, 61)))
     platform, job_id = begun(cluster, tmp_path)
-    told = [f"line {number}" for number in range(120)]
+    written = [f"line {number}" for number in range(120)]
     for node in (0, 1):
-        say(cluster, node, *told[:60])
+        say(cluster, node, *written[:60])
     first, position = read(platform, job_id, lines=60)
     for node in (0, 1):
-        say(cluster, node, *told[60:])
+        say(cluster, node, *written[60:])
     cluster.finish("demo")
     rest, _ = read(platform, job_id, position, lines=240)
-    assert texts(first + rest) == texts(first + rest, 1) == told
+    assert texts(first + rest) == texts(first + rest, 1) == written
     times = [line.time or 0.0 for line in first + rest if line.node == 0]
     assert (times[0] > 0, times == sorted(times)) == (True, True)
 
 
-def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluster, tmp_path: Path) -> None:
+def test_position_returns_the_same_lines_to_every_reader(cluster: Cluster, tmp_path: Path) -> None:
     """An answer may be lost on its way, or the orchestrator die; its successor has the position, or none at all."""
     platform, job_id = begun(cluster, tmp_path)
     say(cluster, 0, "a", "b")
@@ -84,7 +84,7 @@ def test_a_position_gives_the_same_lines_again_to_whoever_has_it(cluster: Cluste
         gke(cluster).logs(job_id)
 
 
-def test_the_next_life_of_a_node_has_a_log_of_its_own(cluster: Cluster, tmp_path: Path) -> None:
+def test_next_life_of_a_node_has_its_own_log(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path, restarts=1)
     say(cluster, 0, "first life")
     first, position = read(platform, job_id, lines=1)
@@ -111,22 +111,22 @@ def stamp(moment: datetime, zone: tuple[float, float]) -> str:
 
 @settings(max_examples=200)
 @given(zone=ZONES, thirds=st.lists(st.integers(0, 20), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=6))
-def test_reading_on_from_any_line_gives_every_line_once(
+def test_reading_from_any_cursor_returns_each_line_once(
     zone: tuple[float, float], thirds: list[int], cuts: list[int]
 ) -> None:
     """In any zone; some lines are of the very same moment, and the API gives all of the second it is asked from."""
     moments = [BEGIN + timedelta(seconds=third // 3, milliseconds=third % 3 * 100) for third in sorted(thirds)]
-    whole = [(moment, f"{stamp(moment, zone)} line {number}".encode()) for number, moment in enumerate(moments)]
+    log = [(moment, f"{stamp(moment, zone)} line {number}".encode()) for number, moment in enumerate(moments)]
     place, got = LogCursor(), list[str]()
-    for cut in [*sorted(cuts), len(whole) + 1]:
-        since: Any = [line for at, line in whole if not place.since or at >= datetime.fromisoformat(place.since)]
+    for cut in [*sorted(cuts), len(log) + 1]:
+        since: Any = [line for at, line in log if not place.since or at >= datetime.fromisoformat(place.since)]
         for text, behind in islice(logs._lines(since, place, "pod"), max(0, cut - len(got))):
             got.append(text)
             place = behind
-    assert got == [f"line {number}" for number in range(len(whole))]
+    assert got == [f"line {number}" for number in range(len(log))]
 
 
-def test_a_line_of_the_kubelets_own_has_no_stamp_and_reading_goes_on_from_the_one_before() -> None:
+def test_line_without_a_stamp_keeps_the_cursor_of_the_last_one() -> None:
     lines: Any = [b"2026-10-25T03:00:00.5+02:00 one", b"failed to create fsnotify watcher: too many open files"]
     *_, (text, place) = logs._lines(lines, LogCursor(), "pod")
     assert (text, place.since) == (lines[1].decode(), "2026-10-25T01:00:00Z")

@@ -35,7 +35,7 @@ def told(platform: GkePlatform, job_id: JobId, code: str) -> Finding:
     def found() -> list[Finding]:
         status = platform.status(job_id)
         assert status.state is JobState.PENDING
-        return [one for one in status.reasons if one.code == f"gke.pending.{code}"]
+        return [finding for finding in status.reasons if finding.code == f"gke.pending.{code}"]
 
     return until(found)[0]
 
@@ -57,10 +57,10 @@ SCHEDULER = {
 
 
 @pytest.mark.parametrize("message", SCHEDULER)
-def test_every_reason_of_the_scheduler_is_told(message: str) -> None:
+def test_scheduler_message_has_a_finding_for_each_reason(message: str) -> None:
     found = list(unschedulable(message))
-    assert [one.code.removeprefix("gke.pending.") for one in found] == SCHEDULER[message]
-    assert not any("preemption" in one.what or "deallocate" in one.what for one in found)
+    assert [finding.code.removeprefix("gke.pending.") for finding in found] == SCHEDULER[message]
+    assert not any("preemption" in finding.what or "deallocate" in finding.what for finding in found)
 
 
 # In the API servers' own words from 1.30 to 1.36.
@@ -79,10 +79,10 @@ ADMISSION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("words", ADMISSION)
-def test_every_refusal_is_told_by_who_refused_and_with_its_own_fix(words: str) -> None:
-    code, fix = ADMISSION[words]
-    message = f'pods "demo-1-000000-nodes-0-0-x7k2p" is forbidden: {words}'
+@pytest.mark.parametrize("reason", ADMISSION)
+def test_refusal_has_a_finding_with_its_own_fix(reason: str) -> None:
+    code, fix = ADMISSION[reason]
+    message = f'pods "demo-1-000000-nodes-0-0-x7k2p" is forbidden: {reason}'
     (found,) = refusals(message, "gke")
     assert (found.code, fix in found.fix) == (f"gke.{code}", True)
     assert ("rbac.yaml" in advice(message)) == (code == "permission")
@@ -91,7 +91,7 @@ def test_every_refusal_is_told_by_who_refused_and_with_its_own_fix(words: str) -
 # --- on a cluster -----------------------------------------------------------------------------------------------------
 
 
-def test_gpus_that_are_taken_are_told_once_for_all_nodes_and_waited_for(bare: Cluster, tmp_path: Path) -> None:
+def test_lack_of_gpus_is_one_finding_and_the_job_waits(bare: Cluster, tmp_path: Path) -> None:
     bare.add_nodes(2, gpus=4, labels=H100)
     platform, job_id = waiting(bare, tmp_path, refused_after=0, **A3)
     found = told(platform, job_id, "gpus")
@@ -100,7 +100,7 @@ def test_gpus_that_are_taken_are_told_once_for_all_nodes_and_waited_for(bare: Cl
     assert platform.status(job_id).refused is None
 
 
-def test_an_image_that_cannot_be_pulled_is_an_error_and_named(bare: Cluster, tmp_path: Path) -> None:
+def test_image_that_cannot_be_pulled_is_a_named_error(bare: Cluster, tmp_path: Path) -> None:
     bare.add_nodes(2)
     bare.break_image(IMAGE)
     found = told(*waiting(bare, tmp_path), "image")
@@ -118,21 +118,19 @@ def test_an_image_that_cannot_be_pulled_is_an_error_and_named(bare: Cluster, tmp
         ("FailedScaleUp", "Node scale up failed: GCE quota exceeded", "project-quota"),
     ],
 )
-def test_what_others_say_of_a_pod_is_told(bare: Cluster, tmp_path: Path, event: str, message: str, code: str) -> None:
+def test_event_of_a_pod_is_a_finding(bare: Cluster, tmp_path: Path, event: str, message: str, code: str) -> None:
     platform, job_id = waiting(bare, tmp_path)
     bare.tell(until(lambda: bare.pods("nodes-0-0-"))[0]["metadata"]["name"], event, message, source="test")
     assert message in told(platform, job_id, code).what
 
 
-def test_a_refusal_that_stays_ends_the_run_and_one_that_goes_away_is_told_no_more(
-    bare: Cluster, tmp_path: Path
-) -> None:
+def test_lasting_refusal_ends_the_run_but_a_passing_one_does_not(bare: Cluster, tmp_path: Path) -> None:
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     platform, job_id = waiting(bare, tmp_path, refused_after=1)
     refused = until(lambda: platform.status(job_id).refused)
     assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
     bare.remove("resourcequotas", "small")
-    until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.pending.nodes"])
+    until(lambda: [reason.code for reason in platform.status(job_id).reasons] == ["gke.pending.nodes"])
     assert platform.status(job_id).refused is None
 
 
@@ -147,7 +145,7 @@ def test_deactivated_workload_of_kueue_ends_the_run(bare: Cluster, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("conditions", "code", "severity", "words"),
+    ("conditions", "code", "severity", "message"),
     [
         ({"QuotaReserved": ("False", "Pending", "insufficient quota, 1 more needed")}, "queue", "warning", "1 more"),
         ({"QuotaReserved": ("False", "Pending", "request > maximum capacity")}, "queue", "error", "maximum capacity"),
@@ -155,12 +153,12 @@ def test_deactivated_workload_of_kueue_ends_the_run(bare: Cluster, tmp_path: Pat
         ({}, "queue", "warning", "has not taken notice"),
     ],
 )
-def test_what_kueue_says_of_a_job_in_its_queue_is_told(
-    bare: Cluster, tmp_path: Path, conditions: dict[str, Any], code: str, severity: str, words: str
+def test_conditions_of_kueue_are_findings(
+    bare: Cluster, tmp_path: Path, conditions: dict[str, Any], code: str, severity: str, message: str
 ) -> None:
     platform, job_id = waiting(bare, tmp_path, queue="research")
     if conditions:
         bare.workload("demo-1-000000", **conditions)
-    found = until(lambda: [one for one in platform.status(job_id).reasons if words in one.what])
-    assert [(one.code, one.severity) for one in found] == [(f"gke.pending.{code}", severity)]
+    found = until(lambda: [reason for reason in platform.status(job_id).reasons if message in reason.what])
+    assert [(reason.code, reason.severity) for reason in found] == [(f"gke.pending.{code}", severity)]
     assert platform.status(job_id).native == "JobSet Suspended"

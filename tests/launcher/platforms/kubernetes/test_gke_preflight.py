@@ -21,24 +21,24 @@ RUNS = "gs://training/runs"
 
 def found(cluster: Cluster, **settings: Any) -> dict[str, Finding]:
     """Findings by code, without the good news."""
-    return {one.code: one for one in told(gke(cluster, **settings)) if one.severity != "info"}
+    return {finding.code: finding for finding in findings_of(gke(cluster, **settings)) if finding.severity != "info"}
 
 
-def told(platform: GkePlatform) -> list[Finding]:
+def findings_of(platform: GkePlatform) -> list[Finding]:
     settings = platform._settings
     return list(platform.check(platform.render(job(RUNS, processes=settings.processes, nodes=settings.nodes))))
 
 
-def test_a_cluster_that_has_everything_is_found_good_and_says_so(bare: Cluster) -> None:
+def test_complete_cluster_passes_each_check(bare: Cluster) -> None:
     bare.add_nodes(2)
     bare.add_queue("research")
-    assert {one.code for one in told(gke(bare, queue="research")) if one.severity == "info"} >= {
+    assert {finding.code for finding in findings_of(gke(bare, queue="research")) if finding.severity == "info"} >= {
         "gke.version", "gke.permissions", "gke.namespace", "gke.jobset", "gke.queue", "gke.machines",
     }  # fmt: skip
     assert found(bare, queue="research") == {}
 
 
-def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_not_told(bare: Cluster) -> None:
+def test_missing_namespace_hides_the_findings_that_follow(bare: Cluster) -> None:
     bare.allow([{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}])  # and nothing in that namespace
     news = found(bare, namespace="nowhere", service_account="trainer", queue="reserch", topology="block")
     assert list(news) == ["gke.namespace", "gke.topology", "gke.machines"]
@@ -55,9 +55,7 @@ def test_a_missing_namespace_is_the_first_finding_and_what_follows_from_it_is_no
         ("claim", {"claim": "shared"}, "fix platform.claim"),
     ],
 )
-def test_what_the_job_refers_to_and_is_not_there_is_named(
-    bare: Cluster, code: str, settings: dict[str, Any], fix: str
-) -> None:
+def test_missing_object_of_a_setting_is_named(bare: Cluster, code: str, settings: dict[str, Any], fix: str) -> None:
     bare.add_nodes(2)
     (news,) = found(bare, **settings).values()
     assert (news.code, news.severity, fix in news.fix) == (f"gke.{code}", "error", True)
@@ -66,7 +64,7 @@ def test_what_the_job_refers_to_and_is_not_there_is_named(
 # --- what the namespace lets in ---------------------------------------------------------------------------------------
 
 
-def test_a_quota_that_can_never_hold_all_pods_is_an_error(bare: Cluster) -> None:
+def test_quota_below_the_need_of_all_pods_is_an_error(bare: Cluster) -> None:
     bare.add_nodes(2)
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     (news,) = found(bare).values()
@@ -75,29 +73,28 @@ def test_a_quota_that_can_never_hold_all_pods_is_an_error(bare: Cluster) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "code"),
+    ("reason", "code"),
     [
         ('violates PodSecurity "restricted:latest": runAsUser=0', "gke.pod-security"),
         ("maximum cpu usage per Container is 4, but limit is 32", "gke.limits"),
     ],
 )
-def test_what_admission_says_to_a_pod_that_is_only_tried_out_is_told_with_its_fix(
-    bare: Cluster, words: str, code: str
-) -> None:
+def test_refusal_of_a_dry_run_is_a_finding_with_its_fix(bare: Cluster, reason: str, code: str) -> None:
     bare.add_nodes(2)
-    bare.answer(403, verb="create", resource="pods", message=f'pods "demo-1-000000" is forbidden: {words}')
+    bare.answer(403, verb="create", resource="pods", message=f'pods "demo-1-000000" is forbidden: {reason}')
     (news,) = found(bare).values()
     assert (news.code, news.severity) == (code, "error")
-    assert words.rpartition(": ")[2] in news.what
+    assert reason.rpartition(": ")[2] in news.what
     assert news.fix
 
 
 # --- networks and machines --------------------------------------------------------------------------------------------
 
 
-def test_networks_that_are_missing_and_a_plug_in_that_is_not_the_jobs_are_named_beside_what_is_there(
+def test_missing_networks_and_a_wrong_plugin_are_named(
     bare: Cluster,
 ) -> None:
+    """The findings also name the existing ones."""
     add_tcpx_networks(bare)
     for name in ("vpc2", "vpc4"):
         bare.remove("networks", name)
@@ -112,7 +109,7 @@ def test_networks_that_are_missing_and_a_plug_in_that_is_not_the_jobs_are_named_
     assert news["gke.installer"].severity == "error"
 
 
-def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(bare: Cluster) -> None:
+def test_too_few_machines_are_reported_with_the_unfit_ones(bare: Cluster) -> None:
     bare.add_nodes(1, gpus=8, labels=H100)
     bare.add_nodes(1, gpus=4, labels=H100)
     bare.add_nodes(1, gpus=8, labels=H100, taints=[{"key": "team", "value": "x", "effect": "NoSchedule"}])
@@ -124,7 +121,7 @@ def test_too_few_machines_are_told_with_what_is_wrong_with_the_others(bare: Clus
         assert f"1 {why}" in news.what
 
 
-def test_more_than_any_machine_of_the_pool_has_is_an_error_though_the_pool_may_grow(bare: Cluster) -> None:
+def test_pool_of_too_small_machines_is_an_error(bare: Cluster) -> None:
     bare.add_nodes(2, labels={"cloud.google.com/gke-nodepool": "small"}, cpu=8)
     assert found(bare, node_pool="small", nodes=3)["gke.machines"].severity == "warning"
     news = found(bare, node_pool="small", cpus="9000")["gke.machines"]
@@ -148,7 +145,7 @@ GROWING = pool("gpu", autoscaling={"enabled": True, "max_node_count": 2})
         ({"autopilot": {"enabled": True}}, 4, "gke.machines", "GKE makes the others"),
     ],
 )
-def test_node_pools_can_give_so_many_machines_and_no_more(
+def test_node_pools_are_checked_for_their_largest_size(
     described: dict[str, Any], nodes: int, code: str, what: str
 ) -> None:
     settings = GkePlatformConfig(kind="gke", cluster="c", location="l", machine="a3-highgpu-8g", nodes=nodes)
@@ -157,14 +154,14 @@ def test_node_pools_can_give_so_many_machines_and_no_more(
     assert what in news.what
 
 
-def test_a_jobset_that_is_too_old_to_tell_failures_apart_is_named_with_what_would_do(bare: Cluster) -> None:
+def test_too_old_jobset_is_named_with_the_needed_version(bare: Cluster) -> None:
     bare.add_nodes(2)
     unknown = 'strict decoding error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"'
     bare.answer(400, verb="create", resource="jobsets", message=unknown)
     assert "older than 0.10" in found(bare)["gke.jobset"].what
 
 
-def test_a_cluster_that_cannot_be_reached_is_one_finding(cluster: Cluster, tmp_path: Path) -> None:
+def test_unreachable_cluster_is_one_finding(cluster: Cluster, tmp_path: Path) -> None:
     (away := tmp_path / "away").write_text(cluster.kubeconfig.read_text().replace(cluster.host, "http://127.0.0.1:1"))
     for path, severity, fault in (
         (tmp_path / "nowhere", "error", FailureClass.USER),

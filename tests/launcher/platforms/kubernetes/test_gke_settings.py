@@ -32,7 +32,7 @@ def rendered(options: dict[str, Any], **changes: Any) -> Submission:
 def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
     """Findings of the settings by code."""
     settings = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
-    return {one.code: one for one in check_settings(settings, rendered(options, **changes).body["items"])}
+    return {finding.code: finding for finding in check_settings(settings, rendered(options, **changes).body["items"])}
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,13 @@ def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
         ({"secrets": {"KEY": "the key itself"}}, r"secrets\.KEY"),
     ],
 )
-def test_what_cannot_be_is_refused_with_what_would(options: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused_with_a_fix(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigProblem, match=message):
         config(**options)
 
 
-def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is_not() -> None:
+def test_root_that_nodes_do_not_share_is_refused() -> None:
+    """A folder in the claim is accepted."""
     directory = "/data/runs/owt-01/attempts/1"
     assert found({}, directory=directory).keys() == {"gke.root-not-shared"}
     assert found({"claim": "nfs", "claim_path": "/data"}, directory=directory) == {}
@@ -64,16 +65,16 @@ def test_a_folder_that_other_nodes_do_not_see_is_refused_and_one_in_the_claim_is
         ({"host_network": True, "service_account": "trainer"}, "gke.host-network-identity"),
     ],
 )
-def test_what_may_be_wished_for_and_does_not_end_well_is_a_warning(options: dict[str, Any], code: str) -> None:
-    assert {code: one.severity for code, one in found(options).items()} == {code: "warning"}
+def test_risky_settings_are_warnings(options: dict[str, Any], code: str) -> None:
+    assert {code: finding.severity for code, finding in found(options).items()} == {code: "warning"}
 
 
-def test_names_that_only_the_site_knows_have_to_be_given() -> None:
+def test_names_of_the_site_are_required() -> None:
     roce = {"gpus": 8, "network": "roce"}
-    given = {**roce, "roce_resource": "rdma/shared", "roce_network": "rails/a"}
-    lacking, without_need = found(roce), found({**given, "host_network": True})
+    complete = {**roce, "roce_resource": "rdma/shared", "roce_network": "rails/a"}
+    lacking, without_need = found(roce), found({**complete, "host_network": True})
     assert lacking.keys() == {"network.roce-network", "network.roce-resource"}
-    assert found(given) == {}
+    assert found(complete) == {}
     assert "leave out platform.roce_network" in without_need["network.roce-network"].fix
 
 
@@ -84,7 +85,7 @@ def told(options: dict[str, Any], **env: str) -> dict[str, dict[str, str]]:
     return {row["variable"]: dict(row) for row in rendered(options, env=env).environment}
 
 
-def test_every_variable_says_which_profile_platform_user_or_job_it_came_from_and_why() -> None:
+def test_each_variable_has_its_origin_and_reason() -> None:
     rows = told({**TCPXO, "overrides": {"NCCL_DEBUG": "WARN", "NCCL_BUFFSIZE": "1"}}, MY_FLAG="1", NCCL_BUFFSIZE="1")
     assert {
         "LITGPT_ATTEMPT": "platform", "NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY": "profile", "NCCL_DEBUG": "user",
@@ -106,12 +107,12 @@ def test_every_variable_says_which_profile_platform_user_or_job_it_came_from_and
         (TCPX, {"not a name": "1"}, r"'not a name' cannot be an environment variable"),
     ],
 )
-def test_variables_that_disagree_are_refused(options: dict[str, Any], env: dict[str, str], message: str) -> None:
+def test_contradicting_variables_are_refused(options: dict[str, Any], env: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigProblem, match=message):
         told(options, **env)
 
 
-def test_a_secret_is_read_from_the_cluster_and_only_its_name_is_shown() -> None:
+def test_secret_is_read_in_the_cluster_and_not_shown() -> None:
     options = {"secrets": {"WANDB_API_KEY": "loggers/wandb"}}
     entry = told(options)["WANDB_API_KEY"]
     assert (entry["value"], entry["from"], "loggers/wandb" in entry["why"]) == ("", "user", True)

@@ -22,19 +22,21 @@ PREEMPTED = EXIT_CODES[FailureClass.PREEMPTED]
 
 
 @pytest.mark.parametrize("workload", ["jobset", "job"])
-def test_a_job_waits_runs_and_succeeds(cluster: Cluster, tmp_path: Path, workload: str) -> None:
+def test_job_waits_runs_and_succeeds(cluster: Cluster, tmp_path: Path, workload: str) -> None:
     platform, job_id = begun(cluster, tmp_path, workload=workload)
-    told = platform.status(job_id)
-    assert (told.native.endswith("runs on 2 nodes"), told.exit_codes) == (True, {})
+    status = platform.status(job_id)
+    assert (status.native.endswith("runs on 2 nodes"), status.exit_codes) == (True, {})
     cluster.finish("demo")
     seen = end_of(platform, job_id)
     assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
-    scheduled, pulled, since, ended = (one or 0 for one in (seen.scheduled, seen.pulled, seen.started, seen.ended))
+    scheduled, pulled, since, ended = (
+        moment or 0 for moment in (seen.scheduled, seen.pulled, seen.started, seen.ended)
+    )
     assert 1 < since - 1 <= scheduled <= pulled + 1 <= ended + 2, "in whole seconds"
 
 
 @pytest.mark.parametrize(("workload", "pod"), [("jobset", "-0-1"), ("job", "demo-1-000000-1")])
-def test_a_failure_tells_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path, workload: str, pod: str) -> None:
+def test_status_has_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path, workload: str, pod: str) -> None:
     """The Job controller deletes the pods that still run when one has failed."""
     platform, job_id = begun(cluster, tmp_path, workload=workload)
     cluster.finish(pod, code=41)
@@ -43,21 +45,22 @@ def test_a_failure_tells_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: 
     assert "exit code 41" in seen.native or "FailJobSet" in seen.native
 
 
-def test_faults_and_preemptions_restart_the_job_in_place_as_often_as_is_said(cluster: Cluster, tmp_path: Path) -> None:
+def test_faults_and_preemptions_restart_the_job_in_place(cluster: Cluster, tmp_path: Path) -> None:
+    """They do so `platform.restarts` times."""
     platform, job_id = begun(cluster, tmp_path, restarts=1)
     cluster.finish("-0-1", code=EXIT_CODES[FailureClass.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
-    told = platform.status(job_id)
-    assert told.native.endswith("runs on 2 nodes, restarted 1 times")
-    assert told.exit_codes == {}  # those of the last life are not this one's
+    status = platform.status(job_id)
+    assert status.native.endswith("runs on 2 nodes, restarted 1 times")
+    assert status.exit_codes == {}  # those of the last life are not this one's
     cluster.preempt(cluster.pods("-0-1")[0]["metadata"]["name"])
     seen = end_of(platform, job_id)
     assert (seen.state, "ReachedMaxRestarts" in seen.native) == (JobState.FAILED, True)
     assert diagnose(seen, [], [], logs="").action is Action.RESTART
 
 
-def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(cluster: Cluster, tmp_path: Path) -> None:
+def test_job_that_is_always_preempted_is_not_restarted_forever(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path, restarts=0)
     cluster.finish("-0-1", code=PREEMPTED)
     seen = end_of(platform, job_id)
@@ -71,7 +74,7 @@ def test_a_job_that_always_says_it_was_preempted_is_not_restarted_for_ever(clust
         ("job", "ephemeral-storage", FailureClass.NODE, Action.RESTART, "platform.local_ssd"),
     ],
 )
-def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
+def test_node_evicted_from_a_full_machine_was_not_preempted(
     cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: FailureClass, action: Action, fix: str
 ) -> None:
     platform, job_id = begun(cluster, tmp_path, workload=workload, restarts=0)
@@ -83,7 +86,7 @@ def test_a_node_that_its_kubelet_evicts_from_a_full_machine_was_not_preempted(
     assert fix in verdict.evidence
 
 
-def test_a_killed_node_tells_its_signal_and_one_out_of_memory_its_fault(cluster: Cluster, tmp_path: Path) -> None:
+def test_status_has_the_signal_or_the_lack_of_memory_of_a_node(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
     for name, out_of_memory, code in (("one", False, -9), ("two", True, EXIT_CODES[FailureClass.OUT_OF_MEMORY])):
         job_id = started(cluster, platform, job(tmp_path, name))
@@ -91,29 +94,29 @@ def test_a_killed_node_tells_its_signal_and_one_out_of_memory_its_fault(cluster:
         assert end_of(platform, job_id).exit_codes[0] == code
 
 
-def test_a_machine_that_falls_silent_is_named_with_what_happens_next(cluster: Cluster, tmp_path: Path) -> None:
+def test_silent_machine_is_named_with_the_next_steps(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path, restarts=0)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.hang(lost)
-    (told,) = until(lambda: platform.status(job_id).reasons)
-    assert told.code == "gke.machine-lost"
-    assert told.what.startswith(f"the machine of node 1 on {lost} has not answered since 20")
-    assert "its pod is given up after 300 s" in told.fix
+    (reason,) = until(lambda: platform.status(job_id).reasons)
+    assert reason.code == "gke.machine-lost"
+    assert reason.what.startswith(f"the machine of node 1 on {lost} has not answered since 20")
+    assert "its pod is given up after 300 s" in reason.fix
     cluster.give_up(lost)
-    until(lambda: any("its pod was given up" in one.fix for one in platform.status(job_id).reasons))
+    until(lambda: any("its pod was given up" in reason.fix for reason in platform.status(job_id).reasons))
     cluster.remove_node(lost)
     assert end_of(platform, job_id).exit_codes[1] == PREEMPTED
 
 
-def test_where_one_node_has_ended_and_a_silent_one_has_not_that_is_told(cluster: Cluster, tmp_path: Path) -> None:
+def test_ended_node_is_reported_while_a_silent_one_has_not_ended(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.silence(lost)
     cluster.finish("-0-0-", code=EXIT_CODES[FailureClass.NETWORK])
-    (told,) = until(lambda: platform.status(job_id).reasons)
-    assert told.what == "node 0 has ended (network fault, exit code 44), and others have not yet"
+    (reason,) = until(lambda: platform.status(job_id).reasons)
+    assert reason.what == "node 0 has ended (network fault, exit code 44), and others have not yet"
     cluster.hang(lost)
-    until(lambda: [one.code for one in platform.status(job_id).reasons] == ["gke.machine-lost"])
+    until(lambda: [reason.code for reason in platform.status(job_id).reasons] == ["gke.machine-lost"])
 
 
 # --- an API that misbehaves -------------------------------------------------------------------------------------------
@@ -127,7 +130,7 @@ def seen(platform: GkePlatform, job_id: JobId) -> JobState | None:
         return None
 
 
-def test_what_happens_while_a_watch_is_broken_is_not_missed(cluster: Cluster, tmp_path: Path) -> None:
+def test_changes_during_a_broken_watch_are_not_missed(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path)
     end = cluster.answer(503, verb="watch")
     cluster.expire_watches()
@@ -138,9 +141,7 @@ def test_what_happens_while_a_watch_is_broken_is_not_missed(cluster: Cluster, tm
     assert end_of(platform, job_id).exit_codes == {0: 0, 1: 0}
 
 
-def test_who_asks_during_an_outage_hears_of_it_and_not_of_the_past(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_raises_during_an_outage(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.platforms.kubernetes.cluster._PAUSES", (0.01,))
     monkeypatch.setattr(watching, "_PAUSES", (0.05,))
     platform, job_id = begun(cluster, tmp_path)
@@ -155,7 +156,7 @@ def test_who_asks_during_an_outage_hears_of_it_and_not_of_the_past(
     until(lambda: seen(platform, job_id) is JobState.SUCCEEDED)
 
 
-def test_exit_code_is_of_the_pod_that_runs_when_kueue_starts_a_job_again() -> None:
+def test_exit_code_is_of_the_second_pod_after_kueues_restart() -> None:
     """A job that was suspended and resumed has the same life; the first pods of its nodes ended."""
 
     def pod(uid: str, minute: int, state: dict[str, object]) -> dict[str, object]:

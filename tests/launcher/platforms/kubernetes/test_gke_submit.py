@@ -11,17 +11,17 @@ from launcher.errors import PlatformRefused
 from launcher.job import JobState, Submission
 
 
-def test_another_job_of_that_name_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    platform, other = gke(cluster, workload="jobset"), gke(cluster, workload="job")
+def test_submit_refuses_another_job_of_that_name(cluster: Cluster, tmp_path: Path) -> None:
+    platform, second = gke(cluster, workload="jobset"), gke(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
     with pytest.raises(PlatformRefused, match="demo-1-000000 is there, and was made of something else; cancel it"):
         platform.submit(platform.render(job(tmp_path, env={"MORE": "1"})))
     with pytest.raises(PlatformRefused, match="a JobSet default/demo-1-000000 is there, and this would be a Job"):
-        other.submit(other.render(job(tmp_path)))
+        second.submit(second.render(job(tmp_path)))
     assert len(cluster.objects("jobsets")) == 1
 
 
-def test_an_ended_job_is_not_started_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_submit_does_not_restart_an_ended_job(cluster: Cluster, tmp_path: Path) -> None:
     platform, job_id = begun(cluster, tmp_path)
     cluster.finish("demo")
     until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
@@ -29,7 +29,7 @@ def test_an_ended_job_is_not_started_again(cluster: Cluster, tmp_path: Path) -> 
     assert platform.status(job_id).state is JobState.SUCCEEDED
 
 
-def test_an_answer_that_was_lost_makes_no_second_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_submit_makes_one_job_when_an_answer_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     cluster.answer(500, times=1, verb="create", resource="jobsets")
     platform.submit(platform.render(job(tmp_path)))
@@ -38,7 +38,7 @@ def test_an_answer_that_was_lost_makes_no_second_job(cluster: Cluster, tmp_path:
     assert len(cluster.objects("jobsets")) == 1
 
 
-def test_a_submission_that_is_refused_half_way_leaves_nothing_behind(cluster: Cluster, tmp_path: Path) -> None:
+def test_submit_removes_its_objects_when_a_later_one_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
     cluster.allow([{"apiGroups": ["*"], "resources": ["jobs", "jobsets"], "verbs": ["*"]}])
     with pytest.raises(PlatformRefused, match=r"cannot create resource .*have the Role of deployments/rbac.yaml"):
@@ -46,18 +46,18 @@ def test_a_submission_that_is_refused_half_way_leaves_nothing_behind(cluster: Cl
     until(lambda: not any(map(cluster.objects, ("jobs", "services", "networkpolicies"))))
 
 
-def test_what_goes_with_a_job_goes_when_it_goes(cluster: Cluster, tmp_path: Path) -> None:
+def test_owned_objects_are_deleted_with_their_job(cluster: Cluster, tmp_path: Path) -> None:
     """A Job that is removed when its time is over takes its Service and its NetworkPolicy along."""
     platform = gke(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
     until(lambda: len(cluster.pods("demo")) == 2)
     for owned in ("services", "networkpolicies"):
-        assert [one["metadata"]["name"] for one in cluster.objects(owned)] == ["demo-1-000000"]
+        assert [thing["metadata"]["name"] for thing in cluster.objects(owned)] == ["demo-1-000000"]
     cluster.remove("jobs", "demo-1-000000")
     until(lambda: not any(map(cluster.objects, ("services", "networkpolicies", "pods"))))
 
 
-def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Path) -> None:
+def test_submit_keeps_a_service_of_another_owner(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
     cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
     with pytest.raises(PlatformRefused, match="Service demo-1-000000 is there, and belongs to something else"):
@@ -66,7 +66,7 @@ def test_a_service_of_somebody_else_is_left_alone(cluster: Cluster, tmp_path: Pa
     assert len(cluster.objects("services")) == 1
 
 
-def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster: Cluster, tmp_path: Path) -> None:
+def test_submit_refuses_before_it_creates_anything(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     bad: dict[str, Submission] = {
         "the submission has no image; build it first": platform.render(job(tmp_path, image=None)),
@@ -79,7 +79,7 @@ def test_what_cannot_be_submitted_is_refused_before_anything_is_created(cluster:
     assert cluster.objects("jobsets") == []
 
 
-def test_auto_becomes_a_job_where_there_is_no_jobset(tmp_path: Path) -> None:
+def test_auto_renders_a_job_when_the_cluster_has_no_jobset(tmp_path: Path) -> None:
     with running_cluster(simulate=True, jobset=None) as cluster:
         blind, platform = gke(cluster, workload="auto"), gke(cluster, workload="auto")
         submission = blind.render(job(tmp_path))
@@ -87,4 +87,4 @@ def test_auto_becomes_a_job_where_there_is_no_jobset(tmp_path: Path) -> None:
             blind.submit(submission)  # nobody has looked before
         platform.check_access()
         started(cluster, platform, job(tmp_path))
-        assert [one["metadata"]["name"] for one in cluster.objects("jobs")] == ["demo-1-000000"]
+        assert [thing["metadata"]["name"] for thing in cluster.objects("jobs")] == ["demo-1-000000"]

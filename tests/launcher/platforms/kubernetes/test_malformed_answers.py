@@ -47,10 +47,10 @@ def codes(events: list[Any], pods: list[Any]) -> list[str]:
 
 
 @st.composite
-def without_some(draw: st.DrawFn, whole: dict[str, Any]) -> dict[str, Any]:
+def without_some(draw: st.DrawFn, complete: dict[str, Any]) -> dict[str, Any]:
     """The object with some of its optional fields left out or null."""
-    thing = copy.deepcopy(whole)
-    for key in draw(st.sets(st.sampled_from(sorted(whole)))):
+    thing = copy.deepcopy(complete)
+    for key in draw(st.sets(st.sampled_from(sorted(complete)))):
         if draw(st.booleans()):
             thing[key] = None
         else:
@@ -59,7 +59,7 @@ def without_some(draw: st.DrawFn, whole: dict[str, Any]) -> dict[str, Any]:
 
 
 @given(event=without_some(EVENT), status=without_some(POD["status"]))
-def test_a_waiting_job_is_explained_as_far_as_it_can_be_whatever_others_wrote(event: Any, status: Any) -> None:
+def test_waiting_job_is_explained_despite_malformed_objects(event: Any, status: Any) -> None:
     assert "volume" in codes([event, EVENT], [{**POD, "status": status}])
 
 
@@ -82,27 +82,29 @@ def answering(status: int, content: bytes, **headers: str) -> Cluster:
 
 
 @pytest.mark.parametrize("content", [b"<html>a page</html>", b"", b"[]", b"{}", b'{"items": 3', b"[" * 100_000])
-def test_what_is_no_list_is_an_unreachable_cluster_and_no_empty_one(content: bytes) -> None:
+def test_answer_without_a_list_is_an_unreachable_cluster(content: bytes) -> None:
     with pytest.raises(PlatformUnreachable):
         answering(200, content).list(PODS, "research")
 
 
 KEYS = st.sampled_from(["items", "metadata", "gitVersion", "resources", "name", "status", "allowed", "rows", "cells"])
-ANSWERS = st.recursive(st.none() | st.integers() | st.text(), lambda one: st.lists(one) | st.dictionaries(KEYS, one))
+ANSWERS = st.recursive(
+    st.none() | st.integers() | st.text(), lambda values: st.lists(values) | st.dictionaries(KEYS, values)
+)
 
 
 @given(ANSWERS)
-def test_no_answer_ends_more_than_the_question(answer: Any) -> None:
+def test_malformed_answer_raises_a_launcher_error(answer: Any) -> None:
     cluster = answering(200, json.dumps(answer).encode())
-    for ask, asked in (
+    for ask, arguments in (
         (cluster.version, ()), (cluster.list, (PODS, "research")), (cluster.get, (PODS, "research", "pod-0")),
         (cluster.serves, (PODS,)), (cluster.allows, ("list", PODS, "here")), (cluster.has_secret, ("research", "hub")),
     ):  # fmt: skip
         with contextlib.suppress(PlatformUnreachable):
-            ask(*asked)
+            ask(*arguments)
 
 
-def test_a_server_may_name_the_date_at_which_it_is_to_be_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retry_after_may_be_a_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_module, "_PAUSES", ())
     busy = answering(503, b"", **{"Retry-After": "Wed, 25 Nov 2026 07:28:00 GMT"})
     with pytest.raises(PlatformUnreachable, match="does not answer"):

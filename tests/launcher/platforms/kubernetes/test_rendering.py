@@ -85,15 +85,15 @@ class Sent:
 def sent(options: Options, **changes: Any) -> Sent:
     platform = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
     root = platform.claim_path if platform.claim else "gs://bucket/pretraining"
-    asked = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes, **changes})
-    submission = GkePlatform(platform).render(asked)
+    training = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes, **changes})
+    submission = GkePlatform(platform).render(training)
     items = submission.body["items"]
     work = items[-1]["spec"]
     job = work["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in work else work
     pod = job["template"]["spec"]
     containers = [*pod.get("initContainers", ()), *pod["containers"]]
     node = pod["containers"][0]
-    variables = {one["name"]: one.get("value", "") for one in node["env"]}
+    variables = {variable["name"]: variable.get("value", "") for variable in node["env"]}
     return Sent(options, submission, items, work, job, pod, containers, node, variables)
 
 
@@ -105,17 +105,17 @@ def variant(name: str) -> Options:
 @cache
 def everything() -> list[Sent]:
     """What is told in golden files, one machine of each GPU and network, and the configs that we ship."""
-    families = {(one.gpu, network): name for name, one in MACHINES.items() for network in networks_of(one)}
-    asked = [
+    families = {(machine.gpu, network): name for name, machine in MACHINES.items() for network in networks_of(machine)}
+    sections = [
         *SHOWN.values(),
         *map(variant, VARIANTS),
         *({"machine": machine, "network": network} for (_, network), machine in families.items()),
         *(read_yaml(path)["platform"] for path in CONFIGS.glob("gke*.yaml")),
     ]
-    return [sent(options) for options in asked]
+    return [sent(options) for options in sections]
 
 
-def test_what_is_sent_is_the_golden_one_and_other_jobs_differ_from_it_in_these_fields_alone() -> None:
+def test_submissions_differ_from_the_golden_one_in_these_fields() -> None:
     shown = {name: sent(options).submission for name, options in SHOWN.items()}
     for name, submission in shown.items():
         require_golden(f"gke/{name}.yaml", str(submission))
@@ -127,58 +127,60 @@ def test_what_is_sent_is_the_golden_one_and_other_jobs_differ_from_it_in_these_f
     assert {path.stem for path in (GOLDEN / "gke").glob("*.yaml")} == {*SHOWN, "differences"}
 
 
-def test_the_api_knows_every_field_of_it() -> None:
+def test_api_knows_each_rendered_field() -> None:
     for this in everything():
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": this.job}
         for thing in [*this.items, job]:
             assert shape_troubles(thing) == [], this.options
 
 
-def test_the_parts_of_every_submission_agree_with_each_other() -> None:
+def test_parts_of_a_submission_agree() -> None:
     """What no schema sees: a volume without its mount, a rule or an annotation for a container that is not there."""
     for this in everything():
         notes, containers = this.job["template"]["metadata"]["annotations"], this.containers
-        there = {one["name"] for one in containers}
-        mounted = {one["name"] for each in containers for one in each.get("volumeMounts", ())}
-        asked = {one["name"] for each in containers for one in each.get("resources", {}).get("claims", ())}
+        names = {item["name"] for item in containers}
+        mounted = {item["name"] for each in containers for item in each.get("volumeMounts", ())}
+        claims = {item["name"] for each in containers for item in each.get("resources", {}).get("claims", ())}
         annotated = {key.partition("/")[2].partition(".")[2] for key in notes if key.startswith("devices.gke.io/")}
         rules = [rule.get("onExitCodes", {}) for rule in this.job["podFailurePolicy"]["rules"]]
-        assert len(there) == len(containers), this.options
-        assert annotated | {rule["containerName"] for rule in rules if rule} <= there, this.options
-        assert {one["name"] for one in this.pod["volumes"]} == mounted, this.options
-        assert {one["name"] for one in this.pod.get("resourceClaims", ())} == asked, this.options
-        assert all("@sha256:" in one["image"] or re.search(r":v?\d", one["image"]) for one in containers), this.options
+        assert len(names) == len(containers), this.options
+        assert annotated | {rule["containerName"] for rule in rules if rule} <= names, this.options
+        assert {item["name"] for item in this.pod["volumes"]} == mounted, this.options
+        assert {item["name"] for item in this.pod.get("resourceClaims", ())} == claims, this.options
+        assert all("@sha256:" in item["image"] or re.search(r":v?\d", item["image"]) for item in containers), (
+            this.options
+        )
 
 
-def test_every_submission_suits_its_machine_and_its_node_expects_the_interfaces_that_it_gets() -> None:
+def test_submission_suits_its_machine_and_its_nodes_interfaces() -> None:
     for this in everything():
         node = NodeNetwork.model_validate_json(this.variables["LITGPT_NETWORK"])
         if (machine := MACHINES.get(this.options.get("machine") or "")) is not None:
             assert node.gpus == machine.gpus, this.options
             tainted = {"nvidia.com/gpu"} | ({"kubernetes.io/arch"} if machine.arch == "arm64" else set())
-            assert tainted <= {one["key"] for one in this.pod["tolerations"]}, this.options
+            assert tainted <= {item["key"] for item in this.pod["tolerations"]}, this.options
         notes = this.job["template"]["metadata"]["annotations"]
         if text := notes.get("networking.gke.io/interfaces"):
-            attached = {one["interfaceName"]: one["network"] for one in json.loads(text)}
+            attached = {item["interfaceName"]: item["network"] for item in json.loads(text)}
             assert attached["eth0"] == "default", this.options
             assert len(set(attached.values())) == len(attached), this.options
             assert set(node.interfaces) <= set(attached), this.options
 
 
-def test_everything_that_is_created_has_the_labels_of_its_attempt() -> None:
+def test_created_objects_have_the_labels_of_their_attempt() -> None:
     for this in everything():
         for thing in [*this.items, this.job["template"]]:
             wanted = {"train-litgpt/run": "owt-0123456789", "train-litgpt/attempt": "1"}
             assert wanted.items() <= thing["metadata"]["labels"].items(), this.options
 
 
-def test_no_pod_gets_a_token_of_the_clusters_api() -> None:
+def test_pod_has_no_token_of_the_clusters_api() -> None:
     """A user's script could start pods with it. Workload Identity needs none."""
     for this in everything():
         assert this.pod["automountServiceAccountToken"] is False, this.options
 
 
-def test_a_node_keeps_no_capability_that_its_network_does_not_need() -> None:
+def test_node_has_only_the_capabilities_of_its_network() -> None:
     for this in everything():
         network = this.options.get("network", "plain")
         wanted = {"plain": None, "tcpxo": ["DAC_OVERRIDE"]}.get(network, ["IPC_LOCK", "DAC_OVERRIDE"])
@@ -193,18 +195,18 @@ def test_a_node_keeps_no_capability_that_its_network_does_not_need() -> None:
                 assert (rights["drop"], rights.get("add")) == (["ALL"], wanted), this.options
 
 
-def test_a_node_is_root_where_its_network_needs_it_and_nowhere_else() -> None:
+def test_node_is_root_only_if_its_network_needs_it() -> None:
     user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000}
     for this in everything():
         plain = this.options.get("network", "plain") == "plain"
         of_pod, of_node = this.pod.get("securityContext", {}), this.node["securityContext"]
         assert {name: of_pod[name] for name in user if name in of_pod} == (user if plain else {}), this.options
         assert of_node.get("runAsUser", 1000) == (1000 if plain else 0), this.options
-        writable = {one["mountPath"] for one in this.node["volumeMounts"]}
+        writable = {mount["mountPath"] for mount in this.node["volumeMounts"]}
         assert ("/tmp" in writable) == bool(of_node.get("readOnlyRootFilesystem")) == plain, this.options
 
 
-def test_the_image_is_read_only_for_our_own_training_and_a_script_of_the_users_may_write_beside_itself() -> None:
+def test_image_is_read_only_for_our_training_but_not_for_scripts() -> None:
     script = sent(PLAIN, program=("train.py",))
     assert "readOnlyRootFilesystem" not in script.node["securityContext"]
     assert script.variables["USER"] == "trainer"
@@ -212,9 +214,9 @@ def test_the_image_is_read_only_for_our_own_training_and_a_script_of_the_users_m
     assert sent(PLAIN).variables["HOME"] == "/tmp"
 
 
-def test_pods_take_connections_of_their_own_attempt_alone() -> None:
+def test_pods_accept_connections_of_their_own_attempt_only() -> None:
     for this in [*everything(), sent({**PLAIN, "network_policy": False})]:
-        policies = [one["spec"] for one in this.items if one["kind"] == "NetworkPolicy"]
+        policies = [item["spec"] for item in this.items if item["kind"] == "NetworkPolicy"]
         if this.options.get("host_network") or not this.options.get("network_policy", True):
             assert policies == []
             continue
@@ -228,30 +230,30 @@ def test_pods_take_connections_of_their_own_attempt_alone() -> None:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_that_comes_back_ends_the_jobset_and_anything_else_restarts_it_so_many_times() -> None:
+def test_permanent_failure_ends_the_jobset_and_others_restart_it() -> None:
     policy = sent(PLAIN).work["failurePolicy"]
     (rule,) = policy["rules"]
     # The Job controller's own words (KEP-262); what no rule matches is restarted, and counted.
-    said = {
+    messages = {
         "Pod default/x-0 has condition DisruptionTarget matching FailJob rule at index 0": False,
         "Container node for pod default/x-0 failed with exit code 45 matching FailJob rule at index 2": False,
         "Container node for pod default/x-0 failed with exit code 42 matching FailJob rule at index 1": True,
         "Job has reached the specified backoff limit": False,
     }
-    for message, ends in said.items():
-        matching = any(re.search(one, message) for one in rule["onJobFailureMessagePatterns"])
+    for message, ends in messages.items():
+        matching = any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])
         assert matching is ends, message
     assert (rule["action"], policy["maxRestarts"]) == ("FailJobSet", 1)
 
 
-def test_no_pod_of_the_next_life_starts_before_the_last_one_of_this_is_gone() -> None:
+def test_next_life_starts_after_the_last_pod_of_this_one() -> None:
     """Two pods of one node would write over each other's checkpoints."""
     assert sent(PLAIN).work["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
     job = sent(SHOWN["plain-job"]).work
     assert (job["backoffLimit"], job["podReplacementPolicy"]) == (0, "Failed")
 
 
-def test_an_attempt_avoids_the_machines_of_the_config_and_its_own() -> None:
+def test_attempt_excludes_the_machines_of_the_config_and_its_own() -> None:
     this = sent({**PLAIN, "exclude_nodes": ("gke-a", "gke-b")}, exclude_nodes=("gke-b", "gke-c"))
     terms = this.pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     rule = terms["nodeSelectorTerms"][0]["matchExpressions"][0]
@@ -260,14 +262,14 @@ def test_an_attempt_avoids_the_machines_of_the_config_and_its_own() -> None:
 
 @settings(max_examples=50)
 @given(word=st.text(alphabet="$()ab \n'\"é", max_size=12), workload=st.sampled_from(["jobset", "job"]))
-def test_a_program_gets_its_words_as_they_are(word: str, workload: str) -> None:
+def test_program_gets_its_arguments_unchanged(word: str, workload: str) -> None:
     """Kubernetes would expand `$(NAME)` in commands and values; here nobody means that."""
     this = sent({"workload": workload}, program=("script.py", word), env={"WORD": word})
     assert expand(this.node["command"][-1], {"a": "expanded"}) == word
     assert expand(this.variables["WORD"], {"a": "expanded"}) == word
 
 
-def test_names_that_do_not_fit_are_refused_with_what_would() -> None:
+def test_too_long_names_are_refused_with_a_fix() -> None:
     many, name = {**PLAIN, "nodes": 1000}, "a-name-of-twenty-five-chr-0123456789"
     for attempt in (1, 999):  # a run is refused at once, and not in the middle
         with pytest.raises(ConfigProblem, match=r"names of 65 characters.*takes 63.*2 characters shorter"):
@@ -275,7 +277,7 @@ def test_names_that_do_not_fit_are_refused_with_what_would() -> None:
         sent(many, name=name[2:], attempt=attempt)
 
 
-def test_the_dataset_is_staged_or_mounted_never_both() -> None:
+def test_dataset_is_either_staged_or_mounted() -> None:
     for this in everything():
         assert ("--stage" in this.node["command"]) != ("LITGPT_DATASET" in this.variables), this.options
     with pytest.raises(ConfigProblem, match=r"is in none; take platform.stage=copy"):
