@@ -129,10 +129,10 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         """
         return self.network_policy and not self.host_network
 
-    def open_recorded(self, given: PlatformSettings | None) -> Platform:
+    def open_recorded(self, config: PlatformSettings | None) -> Platform:
         """Refuse to send Google's token to a cluster of a project that neither the user's config nor the environment
-        names: whoever owns the cluster could use it."""
-        own = given.project if isinstance(given, GkePlatformConfig) else None
+        names, because the owner of the cluster could use it."""
+        own = config.project if isinstance(config, GkePlatformConfig) else None
         variable = "GOOGLE_CLOUD_PROJECT"
         if self.cluster and self.project and self.project not in {own, os.environ.get(variable)}:
             claim = f"the cluster {self.cluster} of the project {self.project} is yours"

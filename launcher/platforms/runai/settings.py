@@ -127,14 +127,14 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
             return self.url is not None and credentials_of(self.credentials, environ) is not None
         return self.api == "rest"
 
-    def open_recorded(self, configured: PlatformSettings | None) -> Platform:
+    def open_recorded(self, config: PlatformSettings | None) -> Platform:
         """Refuse to send credentials to a control plane that neither the user's config nor the environment names."""
         if not self.uses_rest(os.environ):
             return self.open()
         origin, variable = origin_of(self.url or ""), f"{self.credentials}_URL"
         trusted = {origin_of(os.environ.get(variable, ""))}
-        if isinstance(configured, RunaiPlatformConfig) and configured.credentials == self.credentials:
-            trusted.add(origin_of(configured.url or ""))
+        if isinstance(config, RunaiPlatformConfig) and config.credentials == self.credentials:
+            trusted.add(origin_of(config.url or ""))
         if not origin or origin not in trusted:
             raise only_recorded(f"the credentials {self.credentials} are for {origin}", variable=variable, value=origin)
         return self.open()

@@ -128,11 +128,11 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     def fabric(self) -> Network:
         return chosen_network(self, Carrier.MACHINES)
 
-    def open_recorded(self, configured: PlatformSettings | None) -> Platform:
+    def open_recorded(self, config: PlatformSettings | None) -> Platform:
         """Refuse to log in to a host that neither the user's config nor the environment names."""
         known = {os.environ.get(HOST, "")}
-        if isinstance(configured, SlurmPlatformConfig) and configured.host is not None:
-            known.add(configured.host)
+        if isinstance(config, SlurmPlatformConfig) and config.host is not None:
+            known.add(config.host)
         if self.host is not None and self.host not in known:
             raise only_recorded(f"{self.host} is the login node", variable=HOST, value=self.host)
         return self.open()

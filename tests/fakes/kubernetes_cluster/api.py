@@ -126,7 +126,7 @@ class Api:
         if authorization.partition(" ")[2] != self.token:
             raise ApiError(401, "Unauthorized")
         if call is None:
-            served = [{"name": one.plural} for one in self.served.values() if f"/apis/{one.api_version}" == path]
+            served = [{"name": kind.plural} for kind in self.served.values() if f"/apis/{kind.api_version}" == path]
             return 200 if served else 404, {"kind": "APIResourceList", "resources": served}
         self._authorize(call)
         if call.kind.plural not in self.served:
@@ -142,15 +142,15 @@ class Api:
         return 201 if call.verb == "create" else 200, answer
 
     def _trouble(self, call: Call) -> None:
-        for one in self.troubles:
-            if one.times > 0 and one.verb in (None, call.verb) and one.resource in (None, call.what):
-                one.times -= 1
-                raise one.error
+        for trouble in self.troubles:
+            if trouble.times > 0 and trouble.verb in (None, call.verb) and trouble.resource in (None, call.what):
+                trouble.times -= 1
+                raise trouble.error
 
     def _allows(self, verb: str, group: str, what: str) -> bool:
-        asked = {"apiGroups": group, "resources": what, "verbs": verb}
+        right = {"apiGroups": group, "resources": what, "verbs": verb}
         return self.rules is None or any(
-            all({"*", value} & {*rule[key]} for key, value in asked.items()) for rule in self.rules
+            all({"*", value} & {*rule[key]} for key, value in right.items()) for rule in self.rules
         )
 
     def _authorize(self, call: Call) -> None:
@@ -169,9 +169,9 @@ class Api:
             case "get":
                 return _table(self._found(call)) if "as=Table" in call.accept else self._found(call)
             case "create" if plural == "selfsubjectaccessreviews":
-                asked = call.body["spec"]["resourceAttributes"]
-                what = f"{asked['resource']}/{asked['subresource']}".rstrip("/")
-                return {**call.body, "status": {"allowed": self._allows(asked["verb"], asked["group"], what)}}
+                right = call.body["spec"]["resourceAttributes"]
+                what = f"{right['resource']}/{right['subresource']}".rstrip("/")
+                return {**call.body, "status": {"allowed": self._allows(right["verb"], right["group"], what)}}
             case "create":
                 made = copied(call.body)
                 made["metadata"] |= {"namespace": call.namespace} if call.kind.namespaced else {}
@@ -201,8 +201,8 @@ class Api:
             changed = self.store.changed
             for change in self.store.history[seen - self.store.forgotten :]:
                 seen += 1
-                here = call.namespace in (None, change.now["metadata"].get("namespace"))
-                if change.kind == call.kind.plural and here and (kind := _seen(change, test)):
+                is_listed = call.namespace in (None, change.now["metadata"].get("namespace"))
+                if change.kind == call.kind.plural and is_listed and (kind := _seen(change, test)):
                     yield json.dumps({"type": kind, "object": change.now}).encode() + b"\n"
             await changed.wait()
         gone = ApiError(410, f"too old resource version: {seen} ({self.store.version})", reason="Expired")
@@ -229,7 +229,7 @@ def _head(status: int, headers: Mapping[str, str]) -> bytes:
 def _test(call: Call) -> Test:
     """The selectors of a query, which ask for equality, and of fields for those that the API indexes."""
     labels, fields = (
-        dict(one.split("=") for one in call.query.get(f"{what}Selector", "").split(",") if one)
+        dict(pair.split("=") for pair in call.query.get(f"{what}Selector", "").split(",") if pair)
         for what in ("label", "field")
     )
     if unknown := fields.keys() - {"metadata.name", "involvedObject.name"}:
@@ -272,10 +272,10 @@ async def _log(run: PodRun, call: Call) -> AsyncIterator[bytes]:
         await changed.wait()
 
 
-async def _cut(chunks: AsyncIterator[bytes], left: int) -> AsyncIterator[bytes]:
+async def _cut(chunks: AsyncIterator[bytes], remaining: int) -> AsyncIterator[bytes]:
     """The log until the connection breaks, after so many bytes."""
     async for chunk in chunks:
-        yield chunk[:left]
-        left -= len(chunk)
-        if left <= 0:
+        yield chunk[:remaining]
+        remaining -= len(chunk)
+        if remaining <= 0:
             raise ConnectionAbortedError

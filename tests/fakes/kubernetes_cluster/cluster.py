@@ -64,8 +64,8 @@ class Cluster:
 
     def pods(self, text: str = "") -> list[Object]:
         """Pods that have not ended, whose name contains the text, sorted."""
-        found = [one for one in self.objects("pods") if text in one["metadata"]["name"] and not finished(one)]
-        return sorted(found, key=lambda one: str(one["metadata"]["name"]))
+        found = [pod for pod in self.objects("pods") if text in pod["metadata"]["name"] and not finished(pod)]
+        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
     def apply(self, plural: str, thing: Mapping[str, Any]) -> None:
         """Create an object as an administrator: admission applies, access does not."""
@@ -87,11 +87,11 @@ class Cluster:
     ) -> None:  # fmt: skip
         """Nodes with that room each; with GPUs they carry GKE's taint `nvidia.com/gpu=present:NoSchedule`."""
         room = {"cpu": str(cpu), "memory": memory, "pods": "110", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}
-        given = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
+        tainted = [{"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}] if gpus else []
         begin = len(self.objects("nodes"))
         for name in (f"node-{number}" for number in range(begin, begin + count)):
             marks = {"kubernetes.io/hostname": name, "node.kubernetes.io/instance-type": machine, **(labels or {})}
-            node: Object = {"metadata": {"name": name, "labels": marks}, "spec": {"taints": [*given, *taints]}}
+            node: Object = {"metadata": {"name": name, "labels": marks}, "spec": {"taints": [*tainted, *taints]}}
             set_condition(node, "Ready")
             node["status"] |= {"capacity": room, "allocatable": room}
             self.call(lambda: self.store.add("nodes", node))  # noqa: B023  it is called at once
@@ -106,8 +106,8 @@ class Cluster:
         """Kueue's Workload of a JobSet, with conditions: type=(status, reason, message)."""
         owner = owner_of(self._one("jobsets", job))
         thing: Object = {"metadata": {"name": f"jobset-{job}", "ownerReferences": [owner]}, "spec": {"active": active}}
-        for kind, words in conditions.items():
-            set_condition(thing, kind, *words)
+        for kind, values in conditions.items():
+            set_condition(thing, kind, *values)
         self.apply("workloads", thing)
 
     # --- what becomes of pods and nodes -------------------------------------------------------------------------------
@@ -147,9 +147,9 @@ class Cluster:
     def hang(self, node: str) -> None:
         """Nothing is heard of the machine, and the control plane says so. Its pods stay, also when they are deleted."""
         self.silence(node)
-        self.change("nodes", node, lambda one: set_condition(one, "Ready", "Unknown"))
+        self.change("nodes", node, lambda thing: set_condition(thing, "Ready", "Unknown"))
         for pod in self._pods_on(node):
-            self.change("pods", pod["metadata"]["name"], lambda one: set_condition(one, "Ready", "False"))
+            self.change("pods", pod["metadata"]["name"], lambda thing: set_condition(thing, "Ready", "False"))
 
     def give_up(self, node: str) -> None:
         """The taint manager deletes the pods of a silent machine, as it does after five minutes."""
@@ -161,7 +161,7 @@ class Cluster:
         pods = self._pods_on(node)
         self.remove("nodes", node)
         for pod in pods:
-            self.change("pods", pod["metadata"]["name"], lambda one: one["status"].update(phase="Failed"))
+            self.change("pods", pod["metadata"]["name"], lambda thing: thing["status"].update(phase="Failed"))
             self._disrupt(pod, "DeletionByPodGC", gracePeriodSeconds=0)
 
     def break_image(self, image: str) -> None:
@@ -225,7 +225,7 @@ class Cluster:
         self.host = f"http://{await self._serve()}"
         ready.set_result(None)
         await self.stop.wait()
-        for listening in (one for server in self._servers for one in server.sockets):
+        for listening in (socket for server in self._servers for socket in server.sockets):
             self._loop.remove_reader(listening.fileno())
         for _ in range(4):  # turns in which what was accepted comes to the API; a closed server would leave it open
             turn = self._loop.create_future()
@@ -243,7 +243,7 @@ class Cluster:
 
     def _disrupt(self, pod: Object, reason: str, **options: int) -> None:
         def strike() -> None:
-            self.store.change("pods", pod, lambda one: set_condition(one, "DisruptionTarget", reason=reason))
+            self.store.change("pods", pod, lambda thing: set_condition(thing, "DisruptionTarget", reason=reason))
             self._plane.delete("pods", pod, options)
 
         self.call(strike)
@@ -256,10 +256,10 @@ class Cluster:
         return lambda: setattr(trouble, "times", 0)
 
     def _pods_on(self, node: str) -> list[Object]:
-        return [one for one in self.pods() if one["spec"].get("nodeName") == node]
+        return [pod for pod in self.pods() if pod["spec"].get("nodeName") == node]
 
     def _one(self, plural: str, name: str) -> Object:
-        return next(one for one in self.store.all(plural) if one["metadata"]["name"] == name)
+        return next(thing for thing in self.store.all(plural) if thing["metadata"]["name"] == name)
 
     def _run_of(self, pod: str) -> PodRun:
         return self._kubelet.runs[self._one("pods", pod)["metadata"]["uid"]]

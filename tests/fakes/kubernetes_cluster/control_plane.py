@@ -46,8 +46,8 @@ class ControlPlane:
         name, space = f"{meta['name']}.{hash((meta['uid'], reason, message)):x}", meta["namespace"]
         if self.store.get("events", space, name) is None:
             regarding = {"kind": about["kind"], "name": meta["name"], "uid": meta["uid"]}
-            told = {"reason": reason, "message": message, "lastTimestamp": moment(), "involvedObject": regarding}
-            self.store.add("events", {"metadata": {"name": name, "namespace": space}, **told, **more})
+            event = {"reason": reason, "message": message, "lastTimestamp": moment(), "involvedObject": regarding}
+            self.store.add("events", {"metadata": {"name": name, "namespace": space}, **event, **more})
 
     # --- what is created and deleted ----------------------------------------------------------------------------------
 
@@ -82,11 +82,11 @@ class ControlPlane:
         elif priority and self.store.get("priorityclasses", None, priority) is None:
             why = f"no PriorityClass with name {priority} was found"
         else:  # a ResourceQuota on the number of pods; of other quotas, the tests tell the words
-            used = sum(not finished(one) for one in self.store.all("pods", space))
+            used = sum(not finished(pod) for pod in self.store.all("pods", space))
             for quota in self.store.all("resourcequotas", space):
                 if used >= int(most := quota["spec"]["hard"]["pods"]):
-                    words = f"requested: pods=1, used: pods={used}, limited: pods={most}"
-                    why = f"exceeded quota: {quota['metadata']['name']}, {words}"
+                    usage = f"requested: pods=1, used: pods={used}, limited: pods={most}"
+                    why = f"exceeded quota: {quota['metadata']['name']}, {usage}"
         if why:
             raise ApiError(403, f'pods "{named}" is forbidden: {why}')
         spec.setdefault("tolerations", []).extend(
@@ -116,12 +116,12 @@ class ControlPlane:
 
     def _collect(self) -> None:
         """Delete what is owned by what is gone; what is deleted in the foreground goes when it owns nothing."""
-        owners = {one["metadata"]["uid"]: one for one in (*self.store.all("jobsets"), *self.store.all("jobs"))}
-        in_front = {uid for uid, one in owners.items() if FOREGROUND in one["metadata"].get("finalizers", ())}
-        there = [(plural, one) for plural in COLLECTED for one in self.store.all(plural)]
+        owners = {thing["metadata"]["uid"]: thing for thing in (*self.store.all("jobsets"), *self.store.all("jobs"))}
+        in_front = {uid for uid, thing in owners.items() if FOREGROUND in thing["metadata"].get("finalizers", ())}
+        things = [(plural, thing) for plural in COLLECTED for thing in self.store.all(plural)]
         owning: set[str] = set()
-        for plural, thing in there:
-            uids = {one["uid"] for one in thing["metadata"].get("ownerReferences", ())}
+        for plural, thing in things:
+            uids = {owner["uid"] for owner in thing["metadata"].get("ownerReferences", ())}
             owning |= uids
             if uids - owners.keys() or uids & in_front:
                 if plural == "pods":
@@ -129,9 +129,9 @@ class ControlPlane:
                 if not leaving(thing):
                     foreground = uids & in_front and plural != "pods"
                     self.delete(plural, thing, {"propagationPolicy": "Foreground" if foreground else "Background"})
-        for plural, thing in there:
+        for plural, thing in things:
             if FOREGROUND in thing["metadata"].get("finalizers", ()) and thing["metadata"]["uid"] not in owning:
-                self.store.change(plural, thing, lambda one: one["metadata"]["finalizers"].remove(FOREGROUND))
+                self.store.change(plural, thing, lambda kept: kept["metadata"]["finalizers"].remove(FOREGROUND))
 
     # --- JobSets: after kubernetes-sigs/jobset's pkg/controllers; one replicated Job, BlockingRecreate ----------------
 
@@ -145,14 +145,14 @@ class ControlPlane:
     def _jobset(self, jobset: Object, draft: Object) -> None:
         meta, spec, status = jobset["metadata"], jobset["spec"], draft["status"]
         owned, restart = self.store.owned("jobs", jobset), str(status["restarts"])
-        job = next((one for one in owned if one["metadata"]["labels"][f"{JOBSET}/restart-attempt"] == restart), None)
+        job = next((job for job in owned if job["metadata"]["labels"][f"{JOBSET}/restart-attempt"] == restart), None)
         for old in owned:
             if old is not job and not leaving(old):
                 self.delete("jobs", old, {"propagationPolicy": "Foreground"})
         if job is not None and (failed := condition(job, "Failed")) is not None:
             (rule,) = spec["failurePolicy"]["rules"]  # FailJobSet, by the Job's reason and words (RE2, unanchored)
-            words = any(re.search(one, failed["message"]) for one in rule["onJobFailureMessagePatterns"])
-            hopeless = words and failed["reason"] in rule["onJobFailureReasons"]
+            matches = any(re.search(pattern, failed["message"]) for pattern in rule["onJobFailureMessagePatterns"])
+            hopeless = matches and failed["reason"] in rule["onJobFailureReasons"]
             if not hopeless and status["restarts"] < spec["failurePolicy"]["maxRestarts"]:
                 status["restarts"] += 1
                 return
@@ -221,9 +221,9 @@ class ControlPlane:
             status.setdefault("startTime", moment())
             self._create_pods(job, {pod["metadata"]["annotations"][INDEX] for pod in pods})
 
-    def _create_pods(self, job: Object, there: set[str]) -> None:
+    def _create_pods(self, job: Object, existing: set[str]) -> None:
         for index in map(str, range(job["spec"]["completions"])):
-            if index not in there:
+            if index not in existing:
                 pod = _pod_of(job, index)
                 try:
                     self._admit_pod(pod)
@@ -284,7 +284,7 @@ def _update(thing: Object, *, draft: Object) -> None:
 
 
 def _untrack(pod: Object) -> None:
-    pod["metadata"]["finalizers"] = [one for one in pod["metadata"].get("finalizers", ()) if one != TRACKING]
+    pod["metadata"]["finalizers"] = [name for name in pod["metadata"].get("finalizers", ()) if name != TRACKING]
 
 
 def _matching_rule(job: Object, pod: Object) -> str:
@@ -293,9 +293,9 @@ def _matching_rule(job: Object, pod: Object) -> str:
     code = node["state"].get("terminated", {}).get("exitCode")
     for index, rule in enumerate(job["spec"].get("podFailurePolicy", {}).get("rules", ())):
         matching = f"matching {rule['action']} rule at index {index}"
-        for one in rule.get("onPodConditions", ()):
-            if condition(pod, one["type"]):
-                return f"Pod {name} has condition {one['type']} {matching}"
+        for pattern in rule.get("onPodConditions", ()):
+            if condition(pod, pattern["type"]):
+                return f"Pod {name} has condition {pattern['type']} {matching}"
         if code in rule.get("onExitCodes", {}).get("values", ()):
             return f"Container node for pod {name} failed with exit code {code} {matching}"
     return ""
@@ -326,12 +326,14 @@ def _asked(pod: Object) -> Counter[str]:
 def _against(pod: Object, node: Object, used: Counter[str]) -> Sequence[str]:
     """The first filter that says no, as kube-scheduler runs them; several shortages count each."""
     for taint in node["spec"]["taints"]:
-        if not any(_tolerates(one, taint) for one in pod["spec"]["tolerations"]):
+        if not any(_tolerates(toleration, taint) for toleration in pod["spec"]["tolerations"]):
             return ["node(s) had untolerated taint(s)"]
     if not pod["spec"].get("nodeSelector", {}).items() <= node["metadata"]["labels"].items():
         return ["node(s) didn't match Pod's node affinity/selector"]
-    free, asked = node["status"]["allocatable"], _asked(pod)
-    return [f"Insufficient {name}" for name in sorted(asked) if used[name] + asked[name] > int(free.get(name, 0))]
+    free, requested = node["status"]["allocatable"], _asked(pod)
+    return [
+        f"Insufficient {name}" for name in sorted(requested) if used[name] + requested[name] > int(free.get(name, 0))
+    ]
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: Mapping[str, Any]) -> bool:

@@ -58,17 +58,22 @@ class PodRun:
         over = self.code is not None or (leaving(pod) and not self.began)
         running = bool(self.began) and not over
 
-        def report(one: Object) -> None:
+        def report(thing: Object) -> None:
             ended = "Succeeded" if self.code == 0 and not self.evicted else "Failed"
-            told = {"name": container["name"], "image": image, "ready": running, "state": self._state(image)}
+            container_status = {
+                "name": container["name"],
+                "image": image,
+                "ready": running,
+                "state": self._state(image),
+            }
             phase = ended if over else "Running" if self.began else "Pending"
-            one["status"] |= {"phase": phase, "containerStatuses": [told]}
-            set_condition(one, "Ready", str(running))
+            thing["status"] |= {"phase": phase, "containerStatuses": [container_status]}
+            set_condition(thing, "Ready", str(running))
             if self.evicted:
-                one["status"] |= {"reason": "Evicted", "message": self.evicted}
-                set_condition(one, "DisruptionTarget", reason="TerminationByKubelet", message=self.evicted)
-            if over and leaving(one):
-                one["metadata"]["deletionGracePeriodSeconds"] = 0  # the kubelet has nothing more to do with it
+                thing["status"] |= {"reason": "Evicted", "message": self.evicted}
+                set_condition(thing, "DisruptionTarget", reason="TerminationByKubelet", message=self.evicted)
+            if over and leaving(thing):
+                thing["metadata"]["deletionGracePeriodSeconds"] = 0  # the kubelet has nothing more to do with it
 
         self.kubelet.store.change("pods", pod, report)
 
@@ -97,8 +102,8 @@ class PodRun:
 
     def _state(self, image: str) -> Object:
         if not self.began:
-            words = f'failed to resolve reference "{image}": {image}: not found'
-            return {"waiting": {"reason": "ErrImagePull", "message": words}}
+            message = f'failed to resolve reference "{image}": {image}: not found'
+            return {"waiting": {"reason": "ErrImagePull", "message": message}}
         if self.code is None:
             return {"running": {"startedAt": self.began}}
         reason = self.reason or ("Completed" if self.code == 0 else "Error")
@@ -178,8 +183,8 @@ class Kubelet:
             "HOME": str(folder), "LANG": "C.UTF-8", "HOSTNAME": pod["spec"]["hostname"], **self.image_environment,
             **{name: placed(value) for name, value in variables.items()},
         }  # fmt: skip
-        words = [placed(expand(one, variables)) for one in container["command"]]
-        return ["env", "-i", *(f"{name}={value}" for name, value in everything.items()), *words], folder
+        command = [placed(expand(argument, variables)) for argument in container["command"]]
+        return ["env", "-i", *(f"{name}={value}" for name, value in everything.items()), *command], folder
 
     def _meeting(self, name: str) -> str:
         """Where pods meet: a port of this machine that nobody else is given.

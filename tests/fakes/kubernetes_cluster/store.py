@@ -99,18 +99,18 @@ def copied(thing: Mapping[str, Any]) -> Object:
 def condition(thing: Mapping[str, Any], kind: str) -> Object | None:
     """The condition of that type, if it holds."""
     conditions = thing.get("status", {}).get("conditions", ())
-    return next((one for one in conditions if one["type"] == kind and one["status"] == "True"), None)
+    return next((found for found in conditions if found["type"] == kind and found["status"] == "True"), None)
 
 
 def set_condition(thing: Object, kind: str, status: str = "True", reason: str = "", message: str = "") -> None:
     """Add the condition, or change it; the time of the transition moves with the status only."""
     conditions = thing.setdefault("status", {}).setdefault("conditions", [])
-    one = next((one for one in conditions if one["type"] == kind), None)
-    if one is None:
-        conditions.append(one := {"type": kind})
-    if one.get("status") != status:
-        one["lastTransitionTime"] = moment()
-    one |= {"status": status, "reason": reason, "message": message}
+    found = next((found for found in conditions if found["type"] == kind), None)
+    if found is None:
+        conditions.append(found := {"type": kind})
+    if found.get("status") != status:
+        found["lastTransitionTime"] = moment()
+    found |= {"status": status, "reason": reason, "message": message}
 
 
 def finished(pod: Object) -> bool:
@@ -143,7 +143,9 @@ class Store:
     def owned(self, kind: str, owner: Object) -> list[Object]:
         uid = owner["metadata"]["uid"]
         things = self.all(kind, owner["metadata"]["namespace"])
-        return [one for one in things if uid in {ref["uid"] for ref in one["metadata"].get("ownerReferences", ())}]
+        return [
+            thing for thing in things if uid in {ref["uid"] for ref in thing["metadata"].get("ownerReferences", ())}
+        ]
 
     def add(self, kind: str, thing: Mapping[str, Any]) -> Object:
         """Store a new object; the caller has made sure that its name is free."""

@@ -65,11 +65,11 @@ def local_place(folder: Path) -> Iterator[Place]:
     """Its jobs are folders, which all processes of a job have in a variable."""
 
     def jobs() -> set[str]:
-        there = set()
+        tags = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                there.add(process.environ().get(JOB_TAG, ""))
-        return {job for job in there if job.startswith(str(folder))}
+                tags.add(process.environ().get(JOB_TAG, ""))
+        return {job for job in tags if job.startswith(str(folder))}
 
     platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
     yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
@@ -92,13 +92,15 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
 
     jobset = "0.12.0" if workload == "jobset" else None
     with running_cluster(simulate=simulate, nodes=2, jobset=jobset) as cluster:
-        asked = {"kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2, "gate": 0}
-        platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **asked}))
+        section = {"kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2, "gate": 0}
+        platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **section}))
         yield Place(
             platform=platform,
             folder=folder,
             live_jobs=lambda: len(cluster.objects(f"{workload}s")),
-            written=lambda: [one for one in cluster.traffic.calls.items() if one[0][0] not in {"get", "list", "watch"}],
+            written=lambda: [
+                call for call in cluster.traffic.calls.items() if call[0][0] not in {"get", "list", "watch"}
+            ],
             runs=not simulate,
         )
         platform.close()
@@ -135,24 +137,26 @@ def runai_place(
     from launcher.platforms.runai.platform import RunaiPlatform
     from launcher.platforms.runai.rest import Rest
 
-    there = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate, "grace": 9}
-    asked: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace": 2}
+    options = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate, "grace": 9}
+    section: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace": 2}
     with (
-        runai.running(folder / "runai", **there) as cluster,
+        runai.running(folder / "runai", **options) as cluster,
         runai.serving(cluster) as api,
         runai.program(folder, cluster, variant) as program,
     ):
         by = {"api": "rest", "url": api.url} if variant == "rest" else {"api": "cli", "cli": "runai"}
-        settings = settings_of(**asked, **by)
+        settings = settings_of(**section, **by)
         yield Place(
             platform=RunaiPlatform(settings, Rest(settings, api.credentials()) if variant == "rest" else None),
             folder=folder,
             live_jobs=lambda: len(cluster.live()),
-            written=lambda: (len(cluster.submissions), [one.wanted for one in cluster.trainings.values()]),
+            written=lambda: (len(cluster.submissions), [training.wanted for training in cluster.trainings.values()]),
             environment={"PATH": f"{program.parent}:{os.environ['PATH']}", **api.credentials()},
             runs=not simulate,
             points_apart=1 if variant == "rest" else 4,
-            lose=lambda: [runai.signal_pod(one.pods[1], signal.SIGKILL) for one in cluster.trainings.values()],
+            lose=lambda: [
+                runai.signal_pod(training.pods[1], signal.SIGKILL) for training in cluster.trainings.values()
+            ],
         )
 
 
@@ -212,11 +216,11 @@ SLEEP = "import time; time.sleep(600)"
 def job(place: Place, name: str, text: str, **changes: Any) -> Job:
     script = place.folder / f"{name}.py"
     script.write_text(text)
-    asked: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": f"contract-{name}", "attempt": 1, "nodes": 2, "processes": 1, "program": (str(script),),
         "directory": str(place.folder / "runs" / name), "image": IMAGE,
     }  # fmt: skip
-    return Job(**{**asked, **changes})
+    return Job(**{**values, **changes})
 
 
 @contextlib.contextmanager
@@ -232,13 +236,14 @@ def test_render_and_check_access_start_nothing(
     place: Place,
 ) -> None:
     """Rendering twice returns the same plain data."""
-    asked = job(place, "render", SLEEP, env={"MARKER": "shown"}, code="gs://bucket/code/a.tar")
-    first = place.platform.render(asked)
-    assert first == place.platform.render(asked)
+    rendered = job(place, "render", SLEEP, env={"MARKER": "shown"}, code="gs://bucket/code/a.tar")
+    first = place.platform.render(rendered)
+    assert first == place.platform.render(rendered)
     assert json.loads(json.dumps(first.body)) == first.body
     assert re.search(r"MARKER(: |=|\s+value: )shown", str(first))  # as a mapping has it, or a list of names and values
     assert re.search(r"--code\W+gs://bucket/code/a\.tar", str(first))
-    assert place.platform.render(replace(asked, attempt=2, directory=f"{asked.directory}-2")).job_id != first.job_id
+    second = replace(rendered, attempt=2, directory=f"{rendered.directory}-2")
+    assert place.platform.render(second).job_id != first.job_id
     assert re.fullmatch(".+", place.platform.check_access())
     assert place.platform.status(first.job_id).state is JobState.ABSENT
     assert place.live_jobs() == 0
@@ -265,14 +270,14 @@ def test_malformed_position_in_the_log_is_a_value_error(place: Place) -> None:
 
 def test_one_config_under_two_roots_is_two_independent_jobs(place: Place) -> None:
     def submit_under(root: str, nonce: str) -> JobId:
-        asked = job(place, "rooted", SLEEP, root=root, nonce=nonce, directory=str(place.folder / root))
-        return place.platform.submit(place.platform.render(asked))
+        rooted = job(place, "rooted", SLEEP, root=root, nonce=nonce, directory=str(place.folder / root))
+        return place.platform.submit(place.platform.render(rooted))
 
-    ours, theirs = submit_under("ours", "aaaaaa"), submit_under("theirs", "bbbbbb")
+    first, second = submit_under("ours", "aaaaaa"), submit_under("theirs", "bbbbbb")
     assert place.live_jobs() == 2
-    place.platform.cancel(ours)
-    assert place.platform.status(theirs).state.is_live
-    place.platform.cancel(theirs)
+    place.platform.cancel(first)
+    assert place.platform.status(second).state.is_live
+    place.platform.cancel(second)
     assert place.live_jobs() == 0
 
 
@@ -418,9 +423,9 @@ def test_program_runs_in_each_rank_and_its_logs_can_be_continued(
         assert (seen.state, seen.exit_codes) == (JobState.SUCCEEDED, {0: 0, 1: 0})
         assert platform.logs(job_id, position).lines == ()
     for node in (0, 1):
-        told = [line.text for line in lines if line.node == node and re.search(r"\]:(rank|line)", line.text)]
+        texts = [line.text for line in lines if line.node == node and re.search(r"\]:(rank|line)", line.text)]
         counted = [f"[rank{node}]:line {number}" for number in range(40)]
-        assert told == [f"[rank{node}]:rank {node} of 2: 3", *counted]
+        assert texts == [f"[rank{node}]:rank {node} of 2: 3", *counted]
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
