@@ -1,4 +1,4 @@
-"""One file of a corpus: what it is by its name and its first bytes, and the documents in it, in batches.
+"""One file of a corpus: its format, by its name and its first bytes, and its documents, in batches.
 
 format     a document is                                  position in errors
 text       the file, or what stands between separators    byte of the (decompressed) text
@@ -17,10 +17,10 @@ import os
 import re
 import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
@@ -65,7 +65,7 @@ class Source:
 
 
 class FileFormat(NamedTuple):
-    """How documents lie in the files of a corpus."""
+    """The settings that say where documents are in the files of a corpus."""
 
     format: Literal["auto"] | Format = "auto"
     column: str = "text"
@@ -76,15 +76,19 @@ class FileFormat(NamedTuple):
         return cls(**corpus.model_dump(include={*cls._fields}))
 
     def format_of(self, name: str) -> Format:
-        """Return the format that the user gave, else the one of the name."""
-        return _FORMATS.get(ending_of(name), "text") if self.format == "auto" else self.format
+        """Return the format of a file: the one that is set, else that of the name."""
+        if self.format != "auto":
+            return self.format
+        return _FORMATS.get(ending_of(name), "text")
 
     def separator_of(self, name: str) -> bytes | None:
-        """The bytes between two documents of a file in which any document can be found by them; else None."""
+        """Return the bytes between two documents of a file; None where documents are not found by them."""
         form = self.format_of(name)
+        if form == "jsonl":
+            return b"\n"
         if form == "text" and self.separator is not None:
             return self.separator.encode()
-        return b"\n" if form == "jsonl" else None
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,49 +106,48 @@ class BadDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Documents that follow each other, as they lie in the files: a bad one stands as an empty text."""
+    """Consecutive documents of a file; a bad one is an empty text."""
 
     texts: pa.LargeStringArray
     """Valid UTF-8 without nulls. May be a slice of a longer array: mind its offset."""
     bad: tuple[BadDocument, ...] = ()
 
     def slice(self, start: int, end: int) -> Batch:
-        """The documents [start, end)."""
-        bad = tuple(replace(one, index=one.index - start) for one in self.bad if start <= one.index < end)
+        """Return the documents [start, end)."""
+        bad = tuple(replace(bad, index=bad.index - start) for bad in self.bad if start <= bad.index < end)
         return Batch(texts=self.texts.slice(start, end - start), bad=bad)
 
 
 def read(
     path: Path, source: Source, layout: FileFormat, start: int = 0, end: int | None = None, *, scratch: Path, most: int
 ) -> Iterator[Batch]:
-    """The documents of a file, or of the piece [start, end) of it: row groups of a parquet file, bytes of others. A
-    document of more than `most` bytes is a bad one."""
+    """Yield the documents of a file, or of the piece [start, end) of it: row groups of parquet, bytes of others.
+
+    A document of more than `most` bytes is a bad one.
+    """
     form, separator = layout.format_of(source.name), layout.separator_of(source.name)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
             yield from _parquet_texts(plain, source, layout.column, start, end, most)
         return
     with opened(path, source) as stream:
-        if not start and (what := detect_wrong_format(stream.peek(HEAD))):
-            yield _only(_bad(source, 0, "byte 0", DataError(f"is {what}")))
-            return
-        begun = start
+        position = start
         if start:
             stream.seek(start)
-        elif stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):  # the mark that says UTF-8 is no text
-            begun = len(stream.read(len(BOM_UTF8)))
+        else:
+            wrong_format = detect_wrong_format(stream.peek(HEAD))
+            if wrong_format:
+                yield _only(_bad(source, 0, "byte 0", DataError(f"is {wrong_format}")))
+                return
+            if stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):  # the mark of UTF-8 is not text
+                position = len(stream.read(len(BOM_UTF8)))
         if form == "jsonl":
-            yield from _json_lines(stream, source, layout.column, start, begun, end, most)
+            yield from _json_lines(stream, source, layout.column, start, position, end, most)
             return
         if separator is None:
-            batches = _whole_text(stream, source, begun, most)
-        else:  # UTF-8 keeps characters apart, so the bytes of the separator occur only where the separator does
-            batches = (
-                _only(_bad(source, 0, f"byte {byte}", _too_long(most)))
-                if texts is None
-                else _text_batch(texts, byte, len(separator), source, most)
-                for byte, texts in _iter_records(stream, separator, begun, end, most)
-            )
+            batches = _whole_text(stream, source, position, most)
+        else:
+            batches = _separated_texts(stream, source, separator, position, end, most)
         for number, batch in enumerate(batches):
             if layout.format == "auto" and start == number == 0:
                 _require_text(batch.texts, source)
@@ -152,9 +155,10 @@ def read(
 
 
 def split_points(path: Path, source: Source, layout: FileFormat, target: int) -> Iterator[tuple[int, int]]:
-    """The places where a file is cut, about every `target` stored bytes: each a row group or byte, and the number of
-    stored bytes before it. Between row groups or documents; a compressed file or one document is not cut."""
-    separator = layout.separator_of(source.name)
+    """Yield where to cut a file, about every `target` stored bytes: a row group or byte, and the bytes before it.
+
+    Cuts are between row groups or documents; a compressed file or one document is not cut.
+    """
     if compression_of(path, source) is not None:
         return
     if layout.format_of(source.name) == "parquet":
@@ -166,25 +170,35 @@ def split_points(path: Path, source: Source, layout: FileFormat, target: int) ->
                     begin = total
                 total += group.total_compressed_size
         return
+    separator = layout.separator_of(source.name)
+    if separator is None:
+        return
     with path.open("rb") as file:
-        if separator is None or detect_wrong_format(file.read(HEAD)):
+        if detect_wrong_format(file.read(HEAD)):
             return
-        # A cut is behind a separator that a scan from the file's start is sure to find. One that can overlap itself is
-        # found wherever no other begins less than its length before: in `a\n\n\n\n` a scan for `\n\n` finds the first
-        # and the third, and one that comes upon the second would go astray.
-        length, position = len(separator), target
+        position = target
         while position < source.size:
-            base = file.seek(max(0, position - length + 1))
-            window, at, before = file.read(CHUNK + 2 * length), -1, -length
-            while (at := window.find(separator, at + 1)) >= 0 and (base + at < position or at - before < length):
-                before = at
-            if at < 0:
+            base = file.seek(max(0, position - len(separator) + 1))
+            found = _find_apart(file.read(CHUNK + 2 * len(separator)), separator, position - base)
+            if found < 0:
                 position += CHUNK
-            elif (cut := base + at + length) < source.size:
+                continue
+            cut = base + found + len(separator)
+            if cut < source.size:
                 yield cut, cut
-                position = cut + target
-            else:
-                return
+            position = cut + target
+
+
+def _find_apart(text: bytes, separator: bytes, start: int) -> int:
+    """Return where the first separator from `start` on is that none before it overlaps; -1 if there is none.
+
+    A scan from the file's start is sure to find it. In `a\n\n\n\n` one for `\n\n` finds the first and the third: one
+    that began at the second would find others.
+    """
+    found = text.find(separator, start)
+    while found >= 0 and text.rfind(separator, max(0, found - len(separator) + 1), found + len(separator) - 1) >= 0:
+        found = text.find(separator, found + 1)
+    return found
 
 
 def _zstd() -> Any:
@@ -221,7 +235,7 @@ _COMPRESSIONS = (
 
 # First bytes, and what has them: https://en.wikipedia.org/wiki/List_of_file_signatures
 _UTF16 = "written in UTF-16; convert it, for example with iconv -f utf-16 -t utf-8"
-_FOREIGN = {
+_WRONG_FORMATS = {
     b"PK\3\4": "a zip archive; unpack it",
     b"7z\xbc\xaf\x27\x1c": "a 7-Zip archive; unpack it",
     b"Rar!\x1a\7": "a RAR archive; unpack it",
@@ -237,12 +251,12 @@ HEAD = 512
 
 # The same for files of ids, which have no header. llm.c and modded-nanogpt: dev/data/data_common.py of karpathy/llm.c.
 _WITH_HEADER = {
-    b"LITPKDS": "of LitGPT's packed dataset, which has a header",
-    **{number.to_bytes(4, "little"): "of llm.c, which has a header" for number in (20240520, 20240801)},
-    b"\x93NUMPY": "of numpy.save, which has a header; write it by numpy.load(FILE).astype('<u2').tofile(TRAIN_BIN), "
-    "with '<u4' for a tokenizer of more than 65,536 ids",
-    b"MMIDIDX\0\0": "of Megatron's index; the ids are in the .bin beside it",
-    b"ARROW1\0\0": "of Arrow",
+    b"LITPKDS": "a file of LitGPT's packed dataset, which has a header",
+    **{number.to_bytes(4, "little"): "a file of llm.c, which has a header" for number in (20240520, 20240801)},
+    b"\x93NUMPY": "a file of numpy.save, which has a header; write it by "
+    "numpy.load(FILE).astype('<u2').tofile(TRAIN_BIN), with '<u4' for a tokenizer of more than 65,536 ids",
+    b"MMIDIDX\0\0": "a file of Megatron's index; the ids are in the .bin beside it",
+    b"ARROW1\0\0": "a file of Arrow",
 }
 
 MOST_POINTER = 1024
@@ -258,37 +272,46 @@ def refuse_lfs_pointer(head: bytes, address: str) -> None:
 
 
 def ending_of(name: str) -> str:
-    """The end of a file's name that says its format, before the one of its compression."""
+    """Return the end of a file's name that says its format, before the one of its compression."""
     path = PurePosixPath(name.lower())
-    return (path.with_suffix("") if any(path.suffix in one.endings for one in _COMPRESSIONS) else path).suffix
+    if any(path.suffix in compression.endings for compression in _COMPRESSIONS):
+        path = path.with_suffix("")
+    return path.suffix
 
 
 def compression_of(path: Path, source: Source) -> Compression | None:
-    """Return the compression that the file's first bytes say; where they say none, the end of its name."""
+    """Return the compression that the file's first bytes show, else the one of its name."""
     with path.open("rb") as file:
-        head, ending = file.read(10), PurePosixPath(source.name.lower()).suffix
-    named = (one for one in _COMPRESSIONS if ending in one.endings)
-    return next((one for one in _COMPRESSIONS if re.match(one.magic, head)), next(named, None))
+        head = file.read(10)
+    ending = PurePosixPath(source.name.lower()).suffix
+    shown = [compression for compression in _COMPRESSIONS if re.match(compression.magic, head)]
+    named = [compression for compression in _COMPRESSIONS if ending in compression.endings]
+    return next(iter(shown + named), None)
 
 
 def detect_wrong_format(head: bytes) -> str | None:
-    """What a file with these first bytes is instead of text, and what to do about it."""
+    """Return what a file with these first bytes is if it is not text, and what to do about it."""
     if head.startswith(b"ustar", 257):
         return "a tar archive; unpack it"
-    halves = head[::2], head[1::2]  # of ASCII in UTF-16 without a mark, which is valid UTF-8
-    if len(head) >= 8 and any(all(one) and not any(other) for one, other in (halves, halves[::-1])):
+    # ASCII in UTF-16 without a mark is valid UTF-8.
+    even, odd = head[::2], head[1::2]
+    if len(head) >= 8 and ((all(even) and not any(odd)) or (all(odd) and not any(even))):
         return _UTF16
-    return next((what for magic, what in _FOREIGN.items() if head.startswith(magic)), None)
+    return _known_format(head, _WRONG_FORMATS)
+
+
+def _known_format(head: bytes, formats: Mapping[bytes, str]) -> str | None:
+    return next((name for magic, name in formats.items() if head.startswith(magic)), None)
 
 
 def detect_wrong_ids(head: bytes, size: int) -> str | None:
-    """Return what a file of `size` bytes with these first ones is instead of flat token ids."""
-    known = {magic: what for magic, what in _FOREIGN.items() if what != _UTF16}  # two bytes may be an id
-    known |= {magic: f"a file {what}" for magic, what in _WITH_HEADER.items()}
-    if found := next((what for magic, what in known.items() if head.startswith(magic)), None):
-        return found
-    if found := next((kind.name for kind in _COMPRESSIONS if re.match(kind.magic, head)), None):
-        return f"compressed by {found}; decompress it"
+    """Return what a file of `size` bytes with these first ones is if it is not flat token ids."""
+    name = _known_format(head, _WITH_HEADER) or _known_format(head, _WRONG_FORMATS)
+    if name and name != _UTF16:  # whose two bytes may be an id
+        return name
+    for compression in _COMPRESSIONS:
+        if re.match(compression.magic, head):
+            return f"compressed by {compression.name}; decompress it"
     if len(head) < 16:
         return None
     if head[8:10] == b'{"' and int.from_bytes(head[:8], "little") < size:
@@ -301,8 +324,10 @@ def detect_wrong_ids(head: bytes, size: int) -> str | None:
         return "a shard of Streaming (MDS) or litdata, which holds samples"
     with suppress(UnicodeDecodeError):
         text = getincrementaldecoder("utf-8")().decode(head)  # the last character may be cut
+        if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE):
+            return "an HTML page"
         if re.search("[\0-\x08\x0e-\x1f]", text) is None:
-            return "an HTML page" if re.match(r"\s*<(!doctype|html)", text, re.IGNORECASE) else "text"
+            return "text"
     return None
 
 
@@ -370,25 +395,26 @@ def _decompressed(file: BinaryIO, compression: Compression, address: str) -> Ite
     """
     from zstandard import ZstdError
 
-    decoder, given, bound = compression.decoder(), 0, [CHUNK] if compression.bounded else []
+    decoder, position = compression.decoder(), 0
     while True:
+        needs_input = decoder.eof or getattr(decoder, "needs_input", True)
         piece = decoder.unused_data if decoder.eof else b""
-        if not piece and (decoder.eof or getattr(decoder, "needs_input", True)):
+        if needs_input and not piece:
             piece = file.read(compression.piece)
             if not piece and decoder.eof:
                 return
         try:
-            if not piece and getattr(decoder, "needs_input", True):
+            if needs_input and not piece:
                 raise EOFError("the data end before their end mark; the file was cut off")
             if decoder.eof:
                 decoder = compression.decoder()
-            text = bytes(decoder.decompress(piece, *bound))
+            text = decoder.decompress(piece, CHUNK) if compression.bounded else decoder.decompress(piece)
         except (EOFError, zlib.error, lzma.LZMAError, OSError, ZstdError) as error:
             raise DataError(
-                f"{address} is damaged {compression.name} after byte {given} of the decompressed text: {error}"
+                f"{address} is damaged {compression.name} after byte {position} of the decompressed text: {error}"
             ) from error
-        given += len(text)
-        yield text
+        position += len(text)
+        yield bytes(text)
 
 
 def _only(bad: BadDocument) -> Batch:
@@ -397,11 +423,13 @@ def _only(bad: BadDocument) -> Batch:
     return Batch(texts=pa.array([""], pa.large_string()), bad=(bad,))
 
 
-def _bad(source: Source, index: int, place: str, told: TrainLitgptError) -> BadDocument:
-    """The error that a document is alone says what; here it is told where."""
-    ids = "; if it holds token ids, as nanoGPT's train.bin, set data.corpus.kind=tokens" * source.name.endswith(".bin")
-    error = type(told)(f"{source.address}, {place}: {told.what}", fix=f"{told.fix}{ids}")
-    return BadDocument(index=index, place=f"{source.name}, {place}", reason=told.what, error=error)
+def _bad(source: Source, index: int, place: str, problem: TrainLitgptError) -> BadDocument:
+    """Return a bad document: `problem` says what is wrong with it, and `place` where in the file it is."""
+    fix = problem.fix
+    if source.name.endswith(".bin"):
+        fix += "; if it holds token ids, as nanoGPT's train.bin, set data.corpus.kind=tokens"
+    error = type(problem)(f"{source.address}, {place}: {problem.what}", fix=fix)
+    return BadDocument(index=index, place=f"{source.name}, {place}", reason=problem.what, error=error)
 
 
 def _too_long(most: int) -> DataError:
@@ -418,7 +446,7 @@ def _not_utf8(error: UnicodeDecodeError) -> DataError:
 
 
 def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Callable[[int, int], str]) -> Batch:
-    """The batch of these texts. `place` says where in the file the one at an index has its byte of some number."""
+    """Return the batch of these texts. `place` names the position of a byte of the text at an index."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -428,18 +456,21 @@ def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Call
             return Batch(texts=texts)
     good, bad = list[bytes](), list[BadDocument]()
     for index, value in enumerate(texts.view(pa.large_binary()).to_pylist()):
-        byte, why = 0, None
+        byte, problem = 0, None
         if value is None:
-            why = DataError("is null", fix="a document is a string: repair or drop the row")
+            problem = DataError("is null", fix="a document is a string: repair or drop the row")
         elif len(value) > most:
-            why = _too_long(most)
+            problem = _too_long(most)
         else:
             try:
                 value.decode()
             except UnicodeDecodeError as error:
-                byte, why = error.start, _not_utf8(error)
-        bad += [] if why is None else [_bad(source, index, place(index, byte), why)]
-        good.append(value if why is None else b"")
+                byte, problem = error.start, _not_utf8(error)
+        if problem is None:
+            good.append(value)
+        else:
+            good.append(b"")
+            bad.append(_bad(source, index, place(index, byte), problem))
     return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
 
 
@@ -488,36 +519,46 @@ def _require_text(texts: pa.LargeStringArray, source: Source) -> None:
         )
 
 
+def _separated_texts(
+    stream: io.BufferedReader, source: Source, separator: bytes, start: int, end: int | None, most: int
+) -> Iterator[Batch]:
+    # UTF-8 keeps characters apart, so the bytes of the separator occur only where the separator does.
+    for byte, texts in _iter_records(stream, separator, start, end, most):
+        if texts is None:
+            yield _only(_bad(source, 0, f"byte {byte}", _too_long(most)))
+        else:
+            yield _text_batch(texts, byte, len(separator), source, most)
+
+
 def _iter_records(
     stream: io.BufferedReader, separator: bytes, start: int, end: int | None, most: int
 ) -> Iterator[tuple[int, list[bytes] | None]]:
-    """bytes.split over bytes [start, end) of a stream, which stands at `start`: a chunk's pieces at a time, each time
-    with where they begin.
+    """Yield the records in bytes [start, end) of a stream, which is at `start`: some at a time, and where they begin.
 
-    With an `end`, which lies behind a separator, nothing follows that one. None stands for one piece that has more than
-    `most` bytes and a chunk: it is told of when so many are read, and never held as a whole.
+    An `end` is behind a separator, and no record follows it. Yields None for a record of more than `most` bytes and a
+    chunk, when so many were read; it is never held in memory.
     """
-    left = math.inf if end is None else end - start
-    rest, skipping = b"", False
-    unsure = len(separator) - 1  # bytes at the end of `rest` that may be the beginning of a separator
-    # At least as much again as was in vain: so the work stays linear, however many chunks a piece spans.
-    while chunk := stream.read(int(min(left, max(CHUNK, min(len(rest), most + unsure + 1 - len(rest)))))):
-        left -= len(chunk)
-        *pieces, rest = (rest + chunk).split(separator)
-        if skipping and pieces:
-            start += len(pieces.pop(0)) + len(separator)
-            skipping = False
-        if pieces:
-            yield start, pieces
-            start += sum(map(len, pieces)) + len(separator) * len(pieces)
-        if len(rest) > most + unsure and not skipping:
+    remaining = math.inf if end is None else end - start
+    tail, is_too_long = b"", False
+    unsure = len(separator) - 1  # bytes at the end of the tail that may be the beginning of a separator
+    # At least as much again as was in vain: so the work stays linear, however many chunks a record spans.
+    while chunk := stream.read(int(min(remaining, max(CHUNK, min(len(tail), most + unsure + 1 - len(tail)))))):
+        remaining -= len(chunk)
+        *records, tail = (tail + chunk).split(separator)
+        if is_too_long and records:  # the first is the end of that one
+            start += len(records.pop(0)) + len(separator)
+            is_too_long = False
+        if records:
+            yield start, records
+            start += sum(map(len, records)) + len(separator) * len(records)
+        if not is_too_long and len(tail) > most + unsure:
             yield start, None
-            skipping = True
-        if skipping:
-            dropped = max(0, len(rest) - unsure)
-            start, rest = start + dropped, rest[dropped:]
-    if not skipping and (end is None or rest):
-        yield start, [rest]
+            is_too_long = True
+        if is_too_long:
+            dropped = max(0, len(tail) - unsure)
+            start, tail = start + dropped, tail[dropped:]
+    if not is_too_long and (end is None or tail):
+        yield start, [tail]
 
 
 def _text_batch(texts: list[bytes], start: int, between: int, source: Source, most: int) -> Batch:
@@ -531,43 +572,51 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source, mo
 
 
 def _json_lines(
-    stream: io.BufferedReader, source: Source, column: str, start: int, begun: int, end: int | None, most: int
+    stream: io.BufferedReader, source: Source, column: str, start: int, position: int, end: int | None, most: int
 ) -> Iterator[Batch]:
+    """Yield the documents of the lines in bytes [start, end), of which the first begins at `position`."""
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
 
-    @cache
-    def lines_before() -> int:
-        """Counted only where a line has to be named."""
-        if not start:
-            return 0  # and a compressed stream cannot be rewound
-        here = stream.tell()
-        stream.seek(0)
-        count = sum(stream.read(min(CHUNK, start - byte)).count(b"\n") for byte in range(0, start, CHUNK))
-        stream.seek(here)
-        return count
+    line_number = 0  # the last line that was read, from 1 at `start`
 
-    done = 0
-    for _, lines in _iter_records(stream, b"\n", begun, end, most):
-        first, done = done, done + (1 if lines is None else len(lines))
+    lines_before = cache(partial(_lines_before, stream, start))  # counted only where a line has to be named
+
+    def place(number: int) -> str:
+        return f"line {lines_before() + number}"
+
+    for _, lines in _iter_records(stream, b"\n", position, end, most):
         if lines is None:
-            yield _only(_bad(source, 0, f"line {lines_before() + done}", _too_long(most)))
+            line_number += 1
+            yield _only(_bad(source, 0, place(line_number), _too_long(most)))
             continue
+        first, line_number = line_number + 1, line_number + len(lines)
         with suppress(ValueError, LookupError, TypeError, pa.ArrowException):  # one of them is bad: which?
-            found = [from_json(line, cache_strings=False)[column] for line in lines if line and not line.isspace()]
-            quick = pa.array(found, pa.large_string())
+            values = [from_json(line, cache_strings=False)[column] for line in lines if line and not line.isspace()]
+            quick = pa.array(values, pa.large_string())
             if not quick.null_count and max(map(len, lines)) <= most:
                 yield Batch(texts=quick)
                 continue
         texts, bad = list[str](), list[BadDocument]()
-        for row, line in enumerate(lines):
+        for number, line in enumerate(lines, first):
             if len(line) > most or (line and not line.isspace()):
                 try:
                     texts.append(_json_text(line, column, most))
-                except TrainLitgptError as told:
-                    bad.append(_bad(source, len(texts), f"line {lines_before() + first + row + 1}", told))
+                except TrainLitgptError as error:
+                    bad.append(_bad(source, len(texts), place(number), error))
                     texts.append("")
         yield Batch(texts=pa.array(texts, pa.large_string()), bad=tuple(bad))
+
+
+def _lines_before(stream: io.BufferedReader, byte: int) -> int:
+    """Return the number of lines before a byte; the stream stays where it is."""
+    if not byte:
+        return 0  # a compressed stream, which is never cut, cannot be rewound
+    position = stream.tell()
+    stream.seek(0)
+    count = sum(stream.read(min(CHUNK, byte - start)).count(b"\n") for start in range(0, byte, CHUNK))
+    stream.seek(position)
+    return count
 
 
 def _json_text(line: bytes, column: str, most: int) -> str:
