@@ -10,7 +10,7 @@ import json
 import math
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
@@ -29,37 +29,46 @@ from litgpt_demo.schedules import SCHEDULES, schedule_problem, unread_setting_pr
 
 
 def arrange_form(schema: dict[str, Any]) -> None:
-    """Say what Prefect's form goes by: the order, for Postgres keeps none of keys, and a title of each field.
+    """Add the position and the title of each field for Prefect's form.
 
-    Pydantic gives none to a field that is a section: several of one class would all have the title of the class.
+    Postgres does not keep the order of keys. Pydantic gives no title to a field that is a section, so several sections
+    of one class would all have the title of the class.
     """
     for position, (name, field) in enumerate(schema.get("properties", {}).items()):
         field["position"] = position
         field.setdefault("title", name.replace("_", " ").title())
 
 
-# Prefect's server writes every answer by orjson, which knows integers of 64 bits: a larger one in one flow run's
-# parameters would make an error 500 of each list of flow runs that has it (prefect/server/api/flow_runs.py).
+# Prefect's server writes every response with orjson, which supports integers of 64 bits. A larger integer in the
+# parameters of one flow run would make each list with that flow run an error 500 (prefect/server/api/flow_runs.py).
 INTEGERS = range(-(2**63), 2**64)
 
 
 def bounded(schema: Any) -> Any:
-    """Return a schema of pydantic-core whose integers are INTEGERS, where they have no tighter bounds."""
+    """Return a schema of pydantic-core in which integers without tighter bounds have those of INTEGERS."""
     if isinstance(schema, list | tuple):
         return type(schema)(map(bounded, schema))
     if not isinstance(schema, dict):
         return schema
-    found = {name: part if name in {"default", "metadata"} else bounded(part) for name, part in schema.items()}
-    if found.get("type") == "int":
-        low = {} if "gt" in found else {"ge": INTEGERS[0]}
-        found = {**low, "le": INTEGERS[-1], **found}
-    return found
+    result = dict(schema)
+    for name in result.keys() - {"default", "metadata"}:
+        result[name] = bounded(result[name])
+    if result.get("type") == "int":
+        result.setdefault("le", INTEGERS[-1])
+        if "gt" not in result:
+            result.setdefault("ge", INTEGERS[0])
+    return result
 
 
 def _writable(value: JsonValue) -> JsonValue:
     if isinstance(value, int) and value not in INTEGERS:
         raise ValueError(f"an integer is too large; give one from {INTEGERS[0]} to {INTEGERS[-1]}")
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    parts: Iterable[JsonValue] = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, list):
+        parts = value
+    for part in parts:
         _writable(part)
     return value
 
@@ -69,7 +78,7 @@ FreeValue: TypeAlias = Annotated[JsonValue, AfterValidator(_writable)]
 
 
 class Settings(BaseModel):
-    """Base of everything a user can write."""
+    """Base of all settings that a user can write."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=arrange_form
@@ -77,72 +86,80 @@ class Settings(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let no integer be larger than Prefect can write, of any field of any settings."""
+        """Refuse integers that Prefect cannot write, in any field of any settings."""
         schema: CoreSchema = bounded(handler(source))
         return schema
 
 
 def content_hash(*inputs: BaseModel | JsonValue) -> str:
-    """A short hash of the inputs that decide an output: same inputs, same key, same place, same job name."""
+    """Return a short hash of the inputs that decide an output. It names the output's folder and job."""
     plain = [item.model_dump(mode="json") if isinstance(item, BaseModel) else item for item in inputs]
     return sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:10]
 
 
 def slug(text: str, limit: int = 40) -> str:
-    """`text` as part of a path, a job name and an artifact key at once: lower-case letters, digits, single dashes."""
+    """Return `text` in lower-case letters, digits and single dashes: fit for paths, job names and artifact keys."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:limit].strip("-")
 
 
 def _whole_number(value: object) -> object:
-    """Accept "20e9" where a count is meant: YAML 1.1 reads the bare word as a string."""
-    with suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
+    """Accept "20e9" for a count: YAML 1.1 reads the bare word as a string."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            return float(value)
     return value
 
 
 Count = Annotated[int, BeforeValidator(_whole_number)]
-# Where None is allowed too, pydantic writes a bound on the whole field as `gt`, which no JSON schema validator knows.
+# If None is allowed too, pydantic writes a bound on the whole field as `gt`, which is no keyword of JSON schema.
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
 def _share_or_steps(value: object) -> object:
-    """Tell a share of a run, which is below 1, from whole steps, which stay integers in keys."""
-    if isinstance(number := _whole_number(value), float) and number.is_integer():
+    """Return a share of a run, which is below 1, as it is, and whole steps as an integer, which a run id needs."""
+    number = _whole_number(value)
+    if not isinstance(number, float):
+        return number
+    if number.is_integer():
         return int(number)
-    if isinstance(number, float) and number >= 1:
+    if number >= 1:
         raise ValueError(f"{number} is neither a share of the run, which is below 1, nor whole steps")
     return number
 
 
-_NUMBER = WithJsonSchema({"type": "number", "minimum": 0})  # in a form, where it else is a choice of two kinds
+_NUMBER = WithJsonSchema({"type": "number", "minimum": 0})  # else a form offers a choice of two kinds
 Steps = Annotated[int | float, BeforeValidator(_share_or_steps), Field(ge=0), _NUMBER]
 
 
 def _duration(value: object) -> object:
-    """Accept 8h, 90m, 30s, 2d and 8:00, which is hours, besides what pydantic does: seconds and ISO 8601's "PT8H"."""
+    """Accept 8h, 90m, 30s, 2d and 8:00 (hours), besides pydantic's own forms: seconds and ISO 8601's "PT8H"."""
     if not isinstance(value, str):
         return value
-    if clock := re.fullmatch(r"\s*(\d+):(\d\d)(?::(\d\d))?\s*", value):
+    clock = re.fullmatch(r"\s*(\d+):(\d\d)(?::(\d\d))?\s*", value)
+    if clock is not None:
         return timedelta(hours=int(clock[1]), minutes=int(clock[2]), seconds=int(clock[3] or 0))
-    written = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value)
-    return value if written is None else float(written[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[written[2]]
+    count = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", value)
+    if count is None:
+        return value
+    return float(count[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[count[2]]
 
 
-# What pydantic writes as its schema, a string, is what a form can ask for; numbers of seconds are taken all the same.
+# A form takes a string, as pydantic's schema says. A config may have a number of seconds too.
 Duration = Annotated[timedelta, Field(gt=timedelta()), BeforeValidator(_duration)]
 
 
-def _written_out(place: str) -> str:
-    if variable := re.search(r"\$(\w+|\{\w+\})", place):
-        raise ValueError(f"{place!r} has {variable[0]}, which no shell has replaced; write it out, or begin with ~")
-    return place
+def _written_out(path: str) -> str:
+    variable = re.search(r"\$(\w+|\{\w+\})", path)
+    if variable is not None:
+        raise ValueError(f"{path!r} has {variable[0]}, which no shell has replaced; write it out, or begin with ~")
+    return path
 
 
 PathOrUri = Annotated[str, AfterValidator(_written_out)]
 
 
 def discriminator(name: str) -> Any:
-    """The tag of a union's branch: required, so that `{}` fits no branch, yet filled in by Prefect's form."""
+    """Return the field that names a union's branch. It is required, so `{}` fits no branch; Prefect's form fills it."""
     return Field(json_schema_extra={"default": name})
 
 
@@ -324,7 +341,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class MixtureSource(Settings, title="Source"):
-    """A source of a mixture. It is prepared as a dataset of its own, and found done by that dataset's key."""
+    """A source of a mixture. It is prepared as a dataset of its own, once for all mixtures."""
 
     corpus: Corpus
     """The source of the text."""
@@ -335,7 +352,7 @@ class MixtureSource(Settings, title="Source"):
     filters: Filters | None = None
     """Filters of its documents; empty is `data.filters`."""
     validation_fraction: float | None = Field(None, gt=0, lt=1)
-    """UnitInterval of its documents kept for validation; empty is `data.validation_fraction`."""
+    """Share of its documents kept for validation; empty is `data.validation_fraction`."""
 
     @property
     def label(self) -> str:
@@ -360,8 +377,8 @@ _STDLIB = StdlibCorpus(kind="stdlib", max_bytes=None)
 class DataConfig(Settings, title="Data"):
     """The dataset: its text, its tokenizer, and its split."""
 
-    corpus: Annotated[Corpus, BeforeValidator(lambda given: _STDLIB if given is None else given)] = _STDLIB
-    """The source of the text; null, by which an override takes out what a config has, is the default."""
+    corpus: Annotated[Corpus, BeforeValidator(lambda value: _STDLIB if value is None else value)] = _STDLIB
+    """The source of the text; null means the default, so an override can remove the corpus of a config."""
     tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
     """The tokenizer that turns the text into tokens."""
     filters: Filters = Filters()
@@ -373,7 +390,7 @@ class DataConfig(Settings, title="Data"):
     """A document of more bytes is too long. A book has 1 MB, all of enwik9 1 GB; without a limit, one small compressed
     file could take all memory."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
-    """UnitInterval of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
+    """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
     split_seed: int = Field(2357, ge=0)
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
@@ -388,48 +405,81 @@ class DataConfig(Settings, title="Data"):
     @property
     def label(self) -> str:
         """The name of the dataset."""
-        return slug("-".join(one.label for one in self.mixture)) or self.corpus.label
+        return slug("-".join(source.label for source in self.mixture)) or self.corpus.label
 
     @property
     def parts(self) -> tuple[DataConfig, ...]:
         """Return the settings of each source of a mixture, as of a dataset alone."""
-        whole = dict(self) | {"mixture": (), "stages": ()}
-        own = [{name: value for name, value in one if name in whole and value is not None} for one in self.mixture]
-        return tuple(DataConfig(**whole | given) for given in own)
+        common = dict(self) | {"mixture": (), "stages": ()}
+        parts = []
+        for source in self.mixture:
+            changes = {name: value for name, value in source if name in common and value is not None}
+            parts.append(DataConfig(**common | changes))
+        return tuple(parts)
 
     @property
     def schedule(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
-        """Return the shares of a mixture's sources from each share of the run on."""
-        first = (0.0, largest_remainder([one.weight for one in self.mixture]))
+        """Return the share of the run at which each stage of a mixture begins, and its samples of each source."""
+        first = (0.0, largest_remainder([source.weight for source in self.mixture]))
         return (first, *((stage.after, largest_remainder(stage.weights)) for stage in self.stages))
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        of_ids, mixture = self.corpus.is_tokenized, self.mixture
-        names, starts = [one.label for one in mixture], [stage.after for stage in self.stages]
-        if (of_ids or mixture) and isinstance(self.tokenizer, TrainedTokenizer):
-            why = "token ids need the tokenizer that made them" if of_ids else "a mixture cannot train its tokenizer"
-            name = "{kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
-            raise ValueError(f"data.tokenizer: {why}; name it, as {name}")
-        if of_ids and self.filters != Filters():
+    def _tokenizer_exists(self) -> Self:
+        if not isinstance(self.tokenizer, TrainedTokenizer):
+            return self
+        fix = "name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
+        if self.corpus.is_tokenized:
+            raise ValueError(f"data.tokenizer: token ids need the tokenizer that made them; {fix}")
+        if self.mixture:
+            raise ValueError(f"data.tokenizer: a mixture cannot train its tokenizer; {fix}")
+        return self
+
+    @model_validator(mode="after")
+    def _filters_have_text(self) -> Self:
+        if self.corpus.is_tokenized and self.filters != Filters():
             raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
-        if mixture and self.corpus != type(self).model_fields["corpus"].default:
-            what = "data.corpus and data.mixture are both given"
-            raise ValueError(f"{what}; make the corpus a source of the mixture, and data.corpus=null")
-        if self.stages and (not mixture or starts != sorted(set(starts))):
+        return self
+
+    @model_validator(mode="after")
+    def _corpus_or_mixture(self) -> Self:
+        if self.mixture and self.corpus != type(self).model_fields["corpus"].default:
+            problem = "data.corpus and data.mixture are both given"
+            raise ValueError(f"{problem}; make the corpus a source of the mixture, and data.corpus=null")
+        return self
+
+    @model_validator(mode="after")
+    def _stages_are_sorted(self) -> Self:
+        starts = [stage.after for stage in self.stages]
+        if starts and (not self.mixture or starts != sorted(set(starts))):
             raise ValueError(f"data.stages begin after {starts} of a run; they need data.mixture, and their order")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_have_names(self) -> Self:
+        names = [source.label for source in self.mixture]
         if len(names) > len(set(names)):
             raise ValueError(f"data.mixture has two sources of one name ({', '.join(names)}); give each a `name`")
-        for weights in (tuple(one.weight for one in mixture), *(one.weights for one in self.stages)) if mixture else ():
+        return self
+
+    @model_validator(mode="after")
+    def _weights_fit_the_sources(self) -> Self:
+        if not self.mixture:
+            return self
+        names = [source.label for source in self.mixture]
+        first = tuple(source.weight for source in self.mixture)
+        for weights in (first, *(stage.weights for stage in self.stages)):
             if len(weights) != len(names) or not any(weights):
-                each = ", ".join(names)
-                raise ValueError(f"data.mixture has weights {weights}; give one for each of {each}, and not 0 to all")
-            for name, weight, share in zip(names, weights, largest_remainder(weights), strict=True):
-                if weight and not share:
-                    raise ValueError(
-                        f"data.mixture: {name} has less than 1 of {MIXTURE_CYCLE} samples; raise its weight"
-                    )
-        _ = self.parts  # each has to be a dataset
+                fix = f"give one for each of {', '.join(names)}, and not 0 to all"
+                raise ValueError(f"data.mixture has weights {weights}; {fix}")
+            for name, weight, count in zip(names, weights, largest_remainder(weights), strict=True):
+                if weight and not count:
+                    problem = f"{name} has less than 1 of {MIXTURE_CYCLE} samples"
+                    raise ValueError(f"data.mixture: {problem}; raise its weight")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_are_datasets(self) -> Self:
+        _ = self.parts  # making each one checks it
         return self
 
 
@@ -446,7 +496,7 @@ class ModelConfig(Settings, title="Model", serialize_by_alias=True):
     """Weights to start from: a run by its name, a checkpoint's folder, a LitGPT or Hugging Face folder, or the Hub's
     `owner/name`. Empty starts from random ones."""
     with_optimizer: bool = Field(False, exclude_if=lambda wanted: not wanted)
-    """Take over the optimizer's averages too, which a run has: for a learning rate that decays from there on."""
+    """Also load the optimizer's state from a run or its checkpoint, to decay the learning rate from there."""
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
@@ -478,7 +528,7 @@ class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True)
     """The Weights & Biases project for the training. The key is never written here: a secret goes by its name."""
 
     project: str = Field(min_length=1)
-    """The project there."""
+    """The name of the project."""
     entity: str | None = None
     """User or team; empty is the key's own."""
     secret: Annotated[str | None, AfterValidator(_is_a_name)] = "WANDB_API_KEY"
@@ -488,10 +538,10 @@ class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True)
 class ProfileConfig(Settings, title="Profile"):
     """The steps that torch's profiler records, into the run's `profile/`; they are slower meanwhile."""
 
-    steps: Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, int) else given)] = Field(
+    steps: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)] = Field(
         "20-25", pattern=r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$"
     )
-    """The first and the last of them, as the metrics number them: 20-25."""
+    """The first and the last step, numbered as in the metrics: 20-25."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
     """The ranks that record; each writes a trace of its own."""
 
@@ -513,30 +563,30 @@ class RestartRule(Settings, title="New attempts"):
     attempts: Count | None = Field(None, ge=0)
     """New attempts; empty is `max_restarts`."""
     wait: float = Field(5.0, ge=0, le=86_400)
-    """Seconds before the next one; twice as long after each attempt in a row that committed no new checkpoint."""
+    """Seconds before the next attempt, doubled after each attempt in a row that committed no new checkpoint."""
     forgive: bool = False
-    """A new checkpoint clears the count, and an attempt that committed one is not counted."""
+    """True if a new checkpoint resets the count; an attempt that committed one is not counted."""
 
 
 class RestartSettings(Settings, title="Restarts"):
-    """The new attempts after one that ended badly. Each class has a count of its own; a user error always stops."""
+    """The new attempts after a failed one. Each class has a count of its own; a user error always stops."""
 
     node_fault: RestartRule = RestartRule(forgive=True)
     """A machine, or a process on it, died."""
     network_fault: RestartRule = RestartRule(wait=15, forgive=True)
     """Nodes lost each other. A switch that restarts needs some time."""
     preempted: RestartRule = RestartRule(forgive=True)
-    """The machine was taken away."""
+    """The platform took the machine away."""
     hang: RestartRule = RestartRule()
-    """A rank gave no sign of life."""
+    """A rank sent no heartbeat."""
     out_of_memory: RestartRule = RestartRule(attempts=0)
     """A GPU or a machine had too little memory; the next attempt has as little."""
     disk_full: RestartRule = RestartRule(attempts=0)
-    """A disk has no room, and does not empty itself."""
+    """A disk is full."""
     data_error: RestartRule = RestartRule(attempts=0)
-    """A dataset or checkpoint is not what it says it is."""
+    """A dataset or checkpoint does not match its checksums."""
     unknown: RestartRule = RestartRule(attempts=0)
-    """An exit code that is not ours: a crash in native code, or a bug."""
+    """An unknown exit code: a crash in native code, or a bug."""
     longest_wait: float = Field(600.0, ge=0, le=86_400)
     """Seconds that no wait exceeds."""
     exclude_after: Count = Field(2, ge=0)
@@ -545,17 +595,19 @@ class RestartSettings(Settings, title="Restarts"):
 
     @model_validator(mode="before")
     @classmethod
-    def _over_defaults(cls, given: Any) -> Any:
-        """Read a number as so many attempts, and what a rule leaves out as the default of its class."""
-        if not isinstance(given, Mapping):
-            return given
-        found = dict(given)
+    def _over_defaults(cls, value: Any) -> Any:
+        """Read a number as `attempts`, and fill what a rule omits with the defaults of its class of failure."""
+        if not isinstance(value, Mapping):
+            return value
+        rules = dict(value)
         for name, field in cls.model_fields.items():
-            rule = found.get(name, field.default)
-            if isinstance(field.default, RestartRule) and not isinstance(rule, RestartRule):
-                asked = rule if isinstance(rule, Mapping) else {"attempts": rule}
-                found[name] = {**field.default.model_dump(), **asked}
-        return found
+            rule = rules.get(name, field.default)
+            if not isinstance(field.default, RestartRule) or isinstance(rule, RestartRule):
+                continue
+            if not isinstance(rule, Mapping):
+                rule = {"attempts": rule}
+            rules[name] = {**field.default.model_dump(), **rule}
+        return rules
 
 
 class RunIdRole(Enum):
@@ -594,12 +646,12 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     max_tokens: ShapesModel[PositiveCount | None] = None
     """Tokens to train for, rounded up to whole steps."""
     max_time: TunesRun[Duration | None] = None
-    """Time to train for, such as 8h, 90m, 8:30 (hours and minutes) or PT8H, over all attempts; when it is up the run
-    saves and has ended well. The learning rate goes on as for the whole of the steps."""
+    """Time to train for over all attempts, such as 8h, 90m, 8:30 (hours and minutes) or PT8H. Then the run saves and
+    counts as finished. The learning rate is computed for the full number of steps."""
     learning_rate: ShapesModel[float] = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: ShapesModel[float | None] = Field(None, ge=0)
-    """The learning rate of the last step, where the schedule falls; empty is a tenth of the highest."""
+    """The learning rate of the last step, if the schedule falls; empty is a tenth of the highest."""
     schedule: ShapesModel[ScheduleName] = Field(
         "cosine",
         description="The learning rate after the warm-up: "
@@ -611,7 +663,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     decay_steps: ShapesModel[Steps] = Field(0.2, gt=0)
     """With schedule=wsd, the last steps, in which the learning rate falls; below 1 a share of the run."""
     weight_decay: ShapesModel[float] = Field(0.1, ge=0)
-    """AdamW's decay of matrices; biases and norms do not decay."""
+    """The optimizer's decay of matrices; biases and norms do not decay."""
     betas: ShapesModel[tuple[UnitInterval, UnitInterval]] = (0.9, 0.95)
     """AdamW's averaging factors."""
     clip_norm: ShapesModel[float | None] = Field(1.0, gt=0)
@@ -628,7 +680,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
     compile: TunesRun[Literal["none", "blocks", "model"]] = "none"
-    """The part that torch.compile makes faster: nothing, each block by itself (starts sooner), or the whole model."""
+    """The part that torch.compile compiles: none, each block on its own (starts sooner), or the whole model."""
     float8: ShapesModel[bool] = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs `compile`, and the extra
     `float8`, which is torchao."""
@@ -637,33 +689,33 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     evaluate_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""
     evaluation_windows: TunesRun[Count] = Field(256, gt=0)
-    """The number of validation samples that an evaluation takes of each source, drawn from its whole validation split.
-    A source with fewer gives all of them, once."""
+    """The number of validation samples of each source in an evaluation, drawn from its whole validation split. A source
+    with fewer gives all of them, once."""
     checkpoint_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
     evaluate_with: TunesRun[PositiveCount | None] = None
-    """Every so many checkpoints, one is scored by the tasks of `evaluation` beside the training; empty scores none."""
+    """Run the tasks of `evaluation` on every N-th checkpoint while the training continues; empty runs none."""
     keep_last: TunesRun[Count] = Field(2, gt=0)
-    """Checkpoints kept by age. At least one that verifies is always there."""
+    """The number of newest checkpoints to keep. At least one that verifies is always kept."""
     keep_best: TunesRun[Count] = Field(1, ge=0)
-    """Checkpoints kept by validation loss, besides those."""
+    """The number of checkpoints to keep for their validation loss, in addition."""
     keep_every: TunesRun[PositiveCount | None] = None
-    """Checkpoints of every so many steps are kept forever, besides those."""
+    """Keep the checkpoint of every N-th step forever, in addition; empty keeps none."""
     log_every: TunesRun[Count] = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_not_finite: TunesRun[Literal["stop", "skip"]] = "stop"
-    """The answer to a loss or gradient that is not finite: stop and name the samples, or leave that step's update out,
-    and stop at the tenth in a row."""
+    """The response to a loss or gradient that is not finite: `stop` names the samples, `skip` omits the update of that
+    step and stops at the tenth in a row."""
     hang_after: TunesRun[float] = Field(900, gt=0)
-    """Seconds without a sign of life after which a rank counts as hung: its stacks are kept, and the attempt ends."""
+    """Seconds without a heartbeat after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     tensorboard: TunesRun[bool] = False
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: TunesRun[WandbConfig | None] = None
-    """Also tell Weights & Biases."""
+    """Also record the run in Weights & Biases; empty does not."""
     profile: TunesRun[ProfileConfig | None] = None
-    """Also record some steps with torch's profiler."""
+    """Also record some steps with torch's profiler; empty records none."""
     max_restarts: TunesRun[Count] = Field(3, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` may say otherwise."""
+    """The number of new attempts after each kind of fault of nodes and networks, hang, and preemption."""
     restarts: TunesRun[RestartSettings] = RestartSettings()
     """The rules of new attempts, by class of failure."""
 
@@ -730,19 +782,19 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         return max(1, tokens // per_step)
 
     def shard_degree(self, nodes: int, processes: int) -> int:
-        """Return the ranks that a copy of the model is sharded over, of so many nodes with so many processes each."""
+        """Return the number of ranks that share one copy of the model; `processes` are those of each node."""
         return {"fsdp": nodes * processes, "hybrid": processes}.get(self.strategy, 1)
 
     def gradient_accumulation_steps(self, world_size: int) -> int:
-        """Forward passes of each process per optimizer step."""
-        share = world_size * self.micro_batch
-        if self.global_batch % share:
+        """Return the forward passes of each process per optimizer step."""
+        samples = world_size * self.micro_batch
+        if self.global_batch % samples:
             raise ValueError(
                 f"train.global_batch={self.global_batch} does not split over {world_size} processes in micro-batches "
-                f"of train.micro_batch={self.micro_batch}; it must be a multiple of {share}, "
-                f"for example {math.ceil(self.global_batch / share) * share}"
+                f"of train.micro_batch={self.micro_batch}; it must be a multiple of {samples}, "
+                f"for example {math.ceil(self.global_batch / samples) * samples}"
             )
-        return self.global_batch // share
+        return self.global_batch // samples
 
     def shaping_settings(self) -> dict[str, JsonValue]:
         """Return the settings that decide what the model becomes, defaults included: for records of a run."""
@@ -772,11 +824,13 @@ class EvaluationConfig(Settings, title="Evaluation"):
     few_shot: Count | None = Field(None, ge=0)
     """Solved examples that stand before each question; empty takes the task's own number."""
     batch_size: Count = Field(8, gt=0)
-    """Samples that are asked at once."""
+    """Samples in one forward pass."""
 
     @property
     def folder(self) -> Path | None:
-        return None if self.task_folder is None else Path(self.task_folder).expanduser().resolve()
+        if self.task_folder is None:
+            return None
+        return Path(self.task_folder).expanduser().resolve()
 
 
 Orders: TypeAlias = tuple[tuple[str, int], ...]
@@ -784,25 +838,26 @@ Orders: TypeAlias = tuple[tuple[str, int], ...]
 
 
 class InitialWeights(Settings):
-    """The weights that a training starts from, as they were found."""
+    """The weights that a training starts from, with their checksums when they were found."""
 
     kind: Literal["checkpoint", "litgpt", "huggingface"]
     name: str
-    """The place where they were found: an address, or `owner/name@commit` of the Hub."""
+    """The address where they were found, or `owner/name@commit` of the Hub."""
     address: str
     """The folder where they are read."""
     files: dict[str, tuple[int, str]]
-    """Name of each file to its bytes and their crc32c; of the Hub's that are not fetched yet, to what the Hub lists."""
+    """Name of each file to its bytes and their crc32c. For files of the Hub, until they are fetched, the checksum is
+    the one that the Hub lists."""
     listed_as: str | None = Field(None, exclude_if=lambda key: key is None)
-    """The key by what the Hub lists, of weights that were fetched from there."""
+    """The content hash of weights that were fetched from the Hub, made of the checksums that it lists."""
     optimizer: bool = False
-    """The optimizer's state is taken over too."""
+    """True if the optimizer's state is loaded too."""
     trained_on: Orders = ()
     """The orders of samples that a checkpoint's weights have seen, from the first on."""
 
     @property
-    def key(self) -> str:
-        """Their part in a run's key. The same weights are the same in every bucket and folder, and on the Hub."""
+    def content_hash(self) -> str:
+        """Their part in a run id. The same weights have the same hash in every bucket and folder, and on the Hub."""
         files: JsonValue = {name: list(file) for name, file in self.files.items()}
         return self.listed_as or content_hash(self.kind, files, self.optimizer)
 
@@ -811,7 +866,7 @@ class TrainingSpec(Settings):
     """A run with everything resolved: the `training` part of its config.json, which every rank reads."""
 
     run: str
-    """`<name>-<key>`."""
+    """Its name: `<name>-<run id>`."""
     dataset: str
     """Address of the finished dataset."""
     dataset_key: str
@@ -822,4 +877,4 @@ class TrainingSpec(Settings):
     origin: InitialWeights | None = Field(None, exclude_if=lambda origin: origin is None)
     """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
-    """Ranks that were asked for; a rank that finds itself among another number stops (DESIGN: never train alone)."""
+    """The number of ranks of the run. A rank that sees another number exits instead of training alone."""

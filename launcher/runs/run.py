@@ -113,7 +113,7 @@ def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | 
     train = config.train.run_id_settings()
     fields = catalogue.settings(config.model.name, config.model.config)
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
-    model |= {} if origin is None else {"origin": origin.key}
+    model |= {} if origin is None else {"origin": origin.content_hash}
     key = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.key, model, dict(train))
     return Run(config=config, dataset=dataset, key=key, origin=origin)
 

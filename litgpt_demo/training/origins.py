@@ -119,7 +119,9 @@ def _fetched(origin: InitialWeights) -> InitialWeights:
             raise DataError(f"{name} of {origin.name} came damaged from the Hub, and was removed", fix="run again")
     found = _of_folder(open_storage(str(folder)))
     assert found is not None, origin.name
-    return found.model_copy(update={"name": origin.name, "listed_as": origin.key, "optimizer": origin.optimizer})
+    return found.model_copy(
+        update={"name": origin.name, "listed_as": origin.content_hash, "optimizer": origin.optimizer}
+    )
 
 
 def _of_run(place: Storage, name: str) -> InitialWeights | None:
@@ -173,13 +175,13 @@ def fetch_initial_weights(
     changed since they were found. `check` gets those that are fetched from the Hub only now, before they are copied."""
     if origin.kind == "checkpoint":
         return origin
-    place = root.within(f"weights/{origin.key}")
+    place = root.within(f"weights/{origin.content_hash}")
     stored = read_manifest(place, InitialWeights)
     if any(":" in checksum for _, checksum in origin.files.values()):
         if stored is None:
             check(origin := _fetched(origin))
         else:
-            origin = origin.model_copy(update={"files": stored.files, "listed_as": origin.key})
+            origin = origin.model_copy(update={"files": stored.files, "listed_as": origin.content_hash})
     source = open_storage(origin.address)
     copy = origin.model_copy(update={"address": place.address()})
     if stored is None:

@@ -160,7 +160,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
         run_again(continued())
     run = plan_run(continued())
     origin, told = run.origin, read_spec(run.storage.within("attempts/1")).origin
-    assert (origin.name, told.address) == (folder, run.root.address(f"weights/{origin.key}"))
+    assert (origin.name, told.address) == (folder, run.root.address(f"weights/{origin.content_hash}"))
     assert run.key != plan_run(trained.config).key
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}
     findings = " ".join(one.what for one in plan_of(continued(**wrong)).findings)

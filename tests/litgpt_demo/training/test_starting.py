@@ -78,7 +78,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
     origin = found(finished)
     assert asked(origin) == []
     assert found(finished / folder_of(12)) == origin
-    assert found(finished, optimizer=True).key != origin.key, "they are two trainings"
+    assert found(finished, optimizer=True).content_hash != origin.content_hash, "they are two trainings"
     continued = training_of(new_run("same"))
     start_from(continued, origin)
     continued.feed.close()
@@ -94,7 +94,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
     last = next(row for row in rows(finished, "evaluation") if row["step"] == 12)["validation_loss"]
     for model in (weights, again.model.module):
         windows = again.data.validation
-        batch = [torch.from_numpy(part) for part in windows.read(validation_sources(windows, 7)[0].numbers)]
+        batch = [torch.from_numpy(part) for part in windows.read(validation_sources(windows, 7)[0].sample_ids)]
         with torch.no_grad():
             assert float(model(*batch)) == pytest.approx(last, abs=1e-5)
 
@@ -191,7 +191,7 @@ def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
         for place, model, theirs in [(folder, MODEL, gpt(IDS)), of_transformers]:
             assert asked(found(place), model) == []
             copied = fetch_initial_weights(found(place), root)
-            assert copied.address == f"{root.address()}/weights/{copied.key}"
+            assert copied.address == f"{root.address()}/weights/{copied.content_hash}"
             torch.testing.assert_close(logits(new_run(place.name, model=model), copied), theirs, rtol=0, atol=1e-5)
 
 
@@ -268,13 +268,13 @@ def test_model_of_the_hub_is_fetched_at_the_start_as_pinned(
         assert asked(origin, model) == []
         assert hub.starts == [], "weights are fetched when the training starts"
         copied = fetch_initial_weights(origin, open_storage(str(tmp_path)), check := Mock())
-        assert (copied.key, hub.starts) == (origin.key, [0])
+        assert (copied.content_hash, hub.starts) == (origin.content_hash, [0])
         assert asked(check.call_args[0][0], model) == []
         assert logits(new_run("begun", model=model), copied) is not None
         assert fetch_initial_weights(origin, open_storage(str(tmp_path)), Mock(side_effect=[])) == copied
         with monkeypatch.context() as offline:
             offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-            assert found("someone/llama").key == origin.key
+            assert found("someone/llama").content_hash == origin.content_hash
         hub.spoil = True
         shutil.rmtree(tmp_path / "cache")
         with pytest.raises(DataError, match=r"model.safetensors of someone/llama@.* came damaged from the Hub"):
