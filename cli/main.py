@@ -376,7 +376,7 @@ def submit(
 ) -> None:
     """Start the flow of a deployment on Prefect's server, with some settings changed; or list the deployments."""
     _quiet_prefect()
-    from flows.parameters import deployments_there, submit_deployment
+    from flows.parameters import list_deployments, submit_deployment
     from flows.server import server_address, server_problems
     from launcher.yaml_files import read_yaml
 
@@ -386,7 +386,7 @@ def submit(
             texts = {entry["name"]: entry["description"] for entry in read_yaml(bootstrap.PREFECT_FILE)["deployments"]}
         else:
             with server_problems():
-                texts = {full: found.description or "" for full, found in deployments_there().items()}
+                texts = {full: found.description or "" for full, found in list_deployments().items()}
         _print_table(_answer([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)]))
         return
     changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
@@ -585,9 +585,9 @@ def runs(
     rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
     if any(row.live for row in rows) and (os.environ.get("PREFECT_API_URL") or serving.served()):
         _quiet_prefect()
-        from flows.reconciling import contradicted
+        from flows.reconciling import flag_state_conflicts
 
-        rows = contradicted(rows)
+        rows = flag_state_conflicts(rows)
     _print_table(table_of(_answer(rows)))
     if not rows:
         _say(f"nothing has been started under {escape(Index.of(root).root.address())}")

@@ -84,7 +84,7 @@ _OVERRIDES = FieldInfo(
 )
 
 
-def takes(
+def with_config_parameters(
     kind: type[AnyConfig], only: Sequence[str] = ()
 ) -> Callable[[Callable[[AnyConfig], Coroutine[Any, Any, T]]], Callable[..., Coroutine[Any, Any, T]]]:
     """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`; it gets the config of them.
@@ -129,7 +129,7 @@ def begin(steps: tuple[Step, ...]) -> None:
     """Begin a flow of these steps: check that it is the only orchestrator of its flow run, and not one of too many."""
     # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
     # resumed once more while its engine is well.
-    if deployed() and not taken(this_flow_run.id):
+    if deployed() and not acquire_process_lock(this_flow_run.id):
         get_run_logger().info("another process orchestrates this flow run already; this one stands down")
         raise Abort  # on which Prefect ends this process and leaves the run's state alone
     # Prefect's own count of starts also grows whenever a state gets a name (tasks.report.show_state).
@@ -153,7 +153,7 @@ async def name_flow_run(name: str) -> None:
             await client.set_flow_run_name(this_flow_run.id, name)
 
 
-def taken(flow_run: str) -> bool:
+def acquire_process_lock(flow_run: str) -> bool:
     """Take a flow run for this process and until its end, unless another process of this machine has it."""
     lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -211,7 +211,7 @@ def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:
     """Return the config that a flow's parameters make, `overrides` applied."""
     sections = {name: value for name, value in parameters.items() if isinstance(value, Settings)}
-    tell_of_defaults(sections)
+    warn_partial_sections(sections)
     whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
     document = {name: value for name, value in {**parameters, **whole}.items() if name != "overrides"}
     return validated(kind, overridden(document, parameters.get("overrides") or {}), where="the parameters")
@@ -226,7 +226,7 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
         raise ValueError(f"{first_problem(error)}. {_advice(info.field_name or 'section', value)}") from error
 
 
-def tell_of_defaults(sections: Mapping[str, Settings]) -> None:
+def warn_partial_sections(sections: Mapping[str, Settings]) -> None:
     """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
     for name, section in sections.items():
         given, there = section.model_fields_set, section.model_dump(by_alias=False).keys()
@@ -253,10 +253,10 @@ def submit_deployment(
     A `profile`'s sections take the place of the deployment's own. Returns the flow run's id, for its name changes when
     it begins, the deployment's name in full, and its page.
     """
-    there = deployments_there(name.rpartition("/")[2])
+    there = list_deployments(name.rpartition("/")[2])
     found = [full for full, one in there.items() if name in (full, one.name)]
     if not found:
-        raise ConfigProblem(f"there is no deployment {name}; there are {', '.join(sorted(deployments_there()))}")
+        raise ConfigProblem(f"there is no deployment {name}; there are {', '.join(sorted(list_deployments()))}")
     if len(found) > 1:
         raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(found))}")
     full, deployment = found[0], there[found[0]]
@@ -271,7 +271,7 @@ def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]
     platform is of the config's kind, else any. Returns what `submit_deployment` does.
     """
     flow = next(flow for flow, kind in KINDS.items() if type(settings) is kind)
-    document, there = settings.model_dump(mode="json"), deployments_there()
+    document, there = settings.model_dump(mode="json"), list_deployments()
     found = [full for full in there if full.startswith(f"{flow}/")]
     if not found:
         fix = "deploy them with `train-litgpt deploy`"
@@ -291,7 +291,7 @@ def _created(full: str, deployment: DeploymentResponse, parameters: dict[str, An
     return str(created.id), full, url_for("flow-run", created.id)
 
 
-def deployments_there(name: str | None = None) -> dict[str, DeploymentResponse]:
+def list_deployments(name: str | None = None) -> dict[str, DeploymentResponse]:
     """Return the server's deployments, of this name or all, by FLOW/DEPLOYMENT."""
     require_server()
     only = None if name is None else DeploymentFilter(name=DeploymentFilterName(any_=[name]))

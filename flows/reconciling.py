@@ -68,7 +68,7 @@ async def reap_jobs() -> list[Reaped]:
     async with get_client() as client:
         for flow_run in await _lately(client, StateType.CANCELLED):
             try:
-                jobs = await _leftovers(client, flow_run.parameters, str(flow_run.id))
+                jobs = await _cancel_orphaned_jobs(client, flow_run.parameters, str(flow_run.id))
             except TrainLitgptError as error:
                 found.append(Reaped(name=flow_run.name, problem=error))
             else:
@@ -111,7 +111,7 @@ async def _lately(client: PrefectClient, state: StateType) -> list[Any]:
     return await all_flow_runs(client, state=in_state, expected_start_time=since)
 
 
-async def _leftovers(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
+async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     cancelled: list[JobId] = []
     index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
     if not (mine := await asyncio.to_thread(index.attempts_of_flow_run, flow_run)):
@@ -165,7 +165,7 @@ def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
     return {}
 
 
-def contradicted(rows: Sequence[RunRow]) -> list[RunRow]:
+def flag_state_conflicts(rows: Sequence[RunRow]) -> list[RunRow]:
     """Return the rows with a note where a job lives though Prefect calls its flow run cancelled, if it answers."""
     asked = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
 

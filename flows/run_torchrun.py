@@ -8,7 +8,7 @@ from dataclasses import replace
 from prefect import flow, get_run_logger
 from prefect.artifacts import acreate_markdown_artifact
 
-from flows.parameters import cancel_jobs, name_flow_run, takes
+from flows.parameters import cancel_jobs, name_flow_run, with_config_parameters
 from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
@@ -24,7 +24,7 @@ _FIGURES = f"node-0/{RESULT}"
 
 
 @flow(name="run-torchrun", persist_result=False, on_cancellation=[cancel_jobs])
-@takes(ScriptConfig)
+@with_config_parameters(ScriptConfig)
 async def run_torchrun(config: ScriptConfig) -> str:
     """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already."""
     return await run_script(config)
@@ -57,7 +57,7 @@ async def run_script(config: ScriptConfig) -> str:
 
 
 @flow(name="benchmark-network", persist_result=False, on_cancellation=[cancel_jobs])
-@takes(BenchmarkConfig)
+@with_config_parameters(BenchmarkConfig)
 async def benchmark_network(config: BenchmarkConfig) -> list[NetworkTestResult]:
     """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
     await name_flow_run(config.name)

@@ -16,7 +16,7 @@ from prefect.client.orchestration import get_client
 from prefect.concurrency.asyncio import concurrency
 from prefect.exceptions import ObjectNotFound
 
-from flows.parameters import cancel_jobs, takes
+from flows.parameters import cancel_jobs, with_config_parameters
 from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
@@ -50,7 +50,7 @@ GPUS = "gpus"
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
 @flow(name="sweep-litgpt", flow_run_name="sweep {name}", persist_result=False, on_cancellation=[cancel_jobs])
-@takes(SweepConfig)
+@with_config_parameters(SweepConfig)
 async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     """Train several variants of a training; returns the table, best first. A failed trial does not end the others."""
     # A resumed sweep reads the runs of its trials: finished trials stay, and it reattaches to live ones.

@@ -10,7 +10,7 @@ from functools import partial
 
 from prefect import flow, get_run_logger
 
-from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, takes
+from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, with_config_parameters
 from launcher.config import RunConfig
 from launcher.events import Note
 from launcher.runs.attempts import CancelWatch, claim_at, run_of_flow_run
@@ -33,7 +33,7 @@ ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda 
 
 
 @flow(name="train-litgpt", persist_result=False, on_cancellation=[cancel_jobs])
-@takes(RunConfig)
+@with_config_parameters(RunConfig)
 async def train_litgpt(config: RunConfig) -> FinalManifest:
     """Prepare the data, pin the software, prove access, train, collect."""
     # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
@@ -81,7 +81,7 @@ async def train_planned(run: Run) -> FinalManifest:
 
 
 @flow(name="prepare-dataset", persist_result=False)
-@takes(RunConfig, only=DATASET_FIELDS)
+@with_config_parameters(RunConfig, only=DATASET_FIELDS)
 async def prepare_dataset(config: RunConfig) -> DatasetManifest:
     """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
     planned = await asyncio.to_thread(plan_dataset, config.data)

@@ -26,20 +26,20 @@ from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, finished_d
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.errors import FailureClass
 from litgpt_demo.storage import open_storage
-from tasks.report import Live
+from tasks.report import ProgressReporter
 from tasks.steps import DELAYS, emit, is_transient, no_outer_retry, opaque, step_task
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# Shares of a phase that go to other processes and machines, however many shards there are: each carries the whole step.
-_MOST_SHARES = 512
+# The chunks of a phase for other processes and machines, however many shards there are: each carries the whole step.
+_MOST_CHUNKS = 512
 _SAFE_PATH = "PYTHONSAFEPATH"
 
 
 @step_task(Step.DATASET.task)
 async def prepare_dataset(planned: PlannedDataset, *, root: str, workers: Workers) -> DatasetManifest:
-    """Make the dataset under `root`, by the `workers`, or find it done by its key."""
+    """Make the dataset under `root` by the `workers`, unless it exists with the same content hash."""
     emit(StepStarted(step=Step.DATASET, what=f"{planned.name}, {len(planned.sources):,} files"))
     done = await asyncio.to_thread(finished_dataset, open_storage(root), planned)
     manifest = done or await _prepare(planned, root, workers)
@@ -55,18 +55,18 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
     raise_on_errors(await asyncio.to_thread(check_workers, workers))
     if isinstance(workers, ThreadWorkers) and workers.count is None:
         workers = workers.model_copy(update={"count": preparation.threads_for(root)})
-    start, fanout = time.monotonic(), Fanout(workers)
-    async with LivePreparation(planned) as live:
+    start, executor = time.monotonic(), MapExecutor(workers)
+    async with PreparationProgress(planned) as live:
 
         def prepare() -> DatasetManifest:
-            with fanout:
-                return preparation.prepare(planned, open_storage(root), map_steps=fanout, report=live.report)
+            with executor:
+                return preparation.prepare(planned, open_storage(root), map_steps=executor, report=live.report)
 
         making = asyncio.create_task(asyncio.to_thread(prepare))
         try:
             manifest = await asyncio.shield(making)
         finally:  # the thread is stopped and waited for when this is cancelled
-            fanout.stop()
+            executor.stop()
             await asyncio.gather(making, return_exceptions=True)
         live.report(None)
     with no_outer_retry():
@@ -74,8 +74,8 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
     return manifest
 
 
-class LivePreparation(Live):
-    """While a dataset is made: a progress artifact; at times a log line."""
+class PreparationProgress(ProgressReporter):
+    """Shows the progress of a preparation."""
 
     def __init__(self, planned: PlannedDataset) -> None:
         name = f"{planned.name}-{planned.key}"
@@ -83,29 +83,30 @@ class LivePreparation(Live):
         self._now: Preparation | None = Preparation(phase="survey")
 
     def report(self, progress: Preparation | None) -> None:
-        """Report progress from the thread that prepares; None: it is done."""
+        """Report progress from the thread that prepares; None means that it is done."""
         self._now = progress
-        self.news += 1
+        self.revision += 1
         if progress is not None:
             what, fraction = report.progress_text(progress), report.fraction(progress)
             emit(StepProgress(step=Step.DATASET, what=what, fraction=fraction))
 
-    def look(self) -> tuple[float, str]:
-        if (progress := self._now) is None:
+    def progress(self) -> tuple[float, str]:
+        if self._now is None:
             return 100.0, "done"
-        return min(99.0, 100 * (report.fraction(progress) or 0.0)), report.progress_text(progress)
+        return min(99.0, 100 * (report.fraction(self._now) or 0.0)), report.progress_text(self._now)
 
 
 @step_task("publish-dataset")
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
     """Show in Prefect the totals of a preparation of `seconds`."""
     name, table = f"{planned.name}-{planned.key}", report.dataset_table(manifest, seconds=seconds)
+    lengths = report.lengths_markdown(manifest)
     await acreate_table_artifact(table, key=f"dataset-figures-{name}", description="The dataset in figures")
-    if lengths := report.lengths_markdown(manifest):
+    if lengths:
         await acreate_markdown_artifact(lengths, key=f"dataset-lengths-{name}", description="Lengths of its documents")
 
 
-class Fanout(ExitStack):
+class MapExecutor(ExitStack):
     """A way to carry out steps (`litgpt_demo.data.preparation.MapSteps`) by workers of the chosen kind."""
 
     def __init__(self, workers: Workers) -> None:
@@ -116,13 +117,13 @@ class Fanout(ExitStack):
         self._futures: list[futures.Future[list[Any]]] = []
 
     def __enter__(self) -> Self:
-        """Get the executor; the end of this one ends it, and waits for what it is at."""
+        """Start the executor; leaving this one ends it, and waits for its running tasks."""
         workers = self._workers
         count = getattr(workers, "count", None) or len(os.sched_getaffinity(0))
         if isinstance(workers, ThreadWorkers):
             self._executor = self.enter_context(futures.ThreadPoolExecutor(count))
         elif isinstance(workers, ProcessWorkers):
-            # The current folder, which may be somebody else's, is not on the path of the Pythons that are started.
+            # The started Pythons do not import from the current folder, which may be somebody else's.
             before = {name: value for name, value in os.environ.items() if name == _SAFE_PATH}
             self.callback(os.environ.update, before)
             self.callback(os.environ.pop, _SAFE_PATH)
@@ -136,38 +137,42 @@ class Fanout(ExitStack):
         return self
 
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
-        size = 1 if isinstance(self._workers, ThreadWorkers) else math.ceil(len(items) / _MOST_SHARES) or 1
-        shares = [items[start : start + size] for start in range(0, len(items), size)]
-        self._futures = begun = [self._executor.submit(_results, step, share) for share in shares]
-        ended, told = set[futures.Future[list[Any]]](), 0
+        size = 1
+        if not isinstance(self._workers, ThreadWorkers):
+            size = max(1, math.ceil(len(items) / _MOST_CHUNKS))
+        chunks = [items[start : start + size] for start in range(0, len(items), size)]
+        pending = [self._executor.submit(_results, step, chunk) for chunk in chunks]
+        self._futures = pending
+        ended, yielded = set[futures.Future[list[Any]]](), 0
         try:
-            for future in futures.as_completed(begun):
+            for future in futures.as_completed(pending):
                 if self._over.is_set():
-                    raise JobCancelled("the preparation was stopped; the same command goes on with what is left")
-                self._result(future)  # one that failed ends it now, and not when its turn comes
+                    raise JobCancelled("the preparation was stopped; the same command continues with the rest")
+                self._result(future)  # a failed one ends the step now, and not when its turn comes
                 ended.add(future)
-                while told < len(begun) and begun[told] in ended:
-                    yield from begun[told].result()
-                    told += 1
-        except BaseException as error:
-            otherwise = isinstance(error, GeneratorExit)  # to be done so: nothing of it may still be writing then
-            if not otherwise or self._workers.kind != "dask":  # which calls cancelled what its workers are at
-                self._call_off()
-            if otherwise:
-                futures.wait(begun)
+                while yielded < len(pending) and pending[yielded] in ended:
+                    yield from pending[yielded].result()
+                    yielded += 1
+        except GeneratorExit:
+            if self._workers.kind != "dask":  # which reports running tasks as cancelled
+                self._cancel_pending()
+            futures.wait(pending)  # the step is done in another way, and no worker may still be writing then
+            raise
+        except BaseException:
+            self._cancel_pending()
             raise
 
     def stop(self) -> None:
-        """End it, from another thread: what has begun ends with the share in hand."""
+        """Stop it, from another thread: workers finish only the chunk at hand."""
         self._over.set()
-        self._call_off()
+        self._cancel_pending()
 
-    def _call_off(self) -> None:
+    def _cancel_pending(self) -> None:
         for future in self._futures:
             future.cancel()
 
     def _result(self, future: futures.Future[list[Any]]) -> list[Any]:
-        # What an executor raises when a worker died, or nothing leads to it any more.
+        # The errors of an executor when a worker died, or cannot be reached any more.
         losses: dict[type[BaseException], FailureClass] = {futures.BrokenExecutor: FailureClass.NODE}
         if self._workers.kind == "dask":
             from distributed import KilledWorker
@@ -177,19 +182,20 @@ class Fanout(ExitStack):
             return future.result()
         except tuple(losses) as error:
             raise LauncherError(
-                f"workers.kind={self._workers.kind}: a worker was lost, or the way to it ({type(error).__name__}: "
-                f"{error}); run again, what is done is kept; if it comes back, memory is short: take fewer workers",
+                f"workers.kind={self._workers.kind}: a worker was lost, or the connection to it: "
+                f"{type(error).__name__}: {error}",
+                fix="run again, finished work is kept; if the error comes back, memory is short: take fewer workers",
                 fault=next(fault for kind, fault in losses.items() if isinstance(error, kind)),
                 no_retry=True,
             ) from error
 
 
 def _results(step: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Carry out one share. It is tried again by itself: what passes of one share must not use up the whole step's."""
-    return [_tried(step, item) for item in items]
+    """Carry out one chunk. Each item has retries of its own: transient errors must not use up the step's."""
+    return [_with_retry(step, item) for item in items]
 
 
-def _tried(step: Callable[[T], R], item: T) -> R:
+def _with_retry(step: Callable[[T], R], item: T) -> R:
     for seconds in DELAYS:
         try:
             return step(item)

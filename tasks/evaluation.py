@@ -1,4 +1,4 @@
-"""Step 6, where it is asked for: the collected model is scored by the tasks of lm-evaluation-harness."""
+"""The optional stage of evaluation: the tasks of lm-evaluation-harness score the collected model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
 from tasks.processes import Child
-from tasks.report import could_show
+from tasks.report import update_ui
 from tasks.steps import emit, emit_milestone, opaque, step_task
 
 _MOST_LINES = 2_000  # the newest lines of an evaluation's output that are kept
@@ -40,18 +40,20 @@ _SCORING = "Running "  # begins the name of what takes long, as lm-evaluation-ha
 
 
 @step_task(Step.EVALUATION.task, retry=False)
-async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
-    """Score the collected model of the run at an address, or find it scored, and show the scores on its card and in
-    Prefect; returns the manifest of the model."""
-    emit(StepStarted(step=Step.EVALUATION, what=", ".join(asked.tasks)))
-    raise_on_errors(check_evaluation(asked))
+async def evaluate(run: str, evaluation: EvaluationConfig) -> FinalManifest:
+    """Score the collected model of the run at an address, unless it is scored already; return the model's manifest.
+
+    The scores are on the model's card and in Prefect.
+    """
+    emit(StepStarted(step=Step.EVALUATION, what=", ".join(evaluation.tasks)))
+    raise_on_errors(check_evaluation(evaluation))
     storage = open_storage(run)
     await asyncio.to_thread(_model_of, storage)  # a lease would make the folder of a run that does not exist
     async with _alone(storage):
         final = await asyncio.to_thread(_model_of, storage)
-        path = await asyncio.to_thread(place_of, final, asked)
+        path = await asyncio.to_thread(place_of, final, evaluation)
         found = await asyncio.to_thread(read_evaluation, storage, path)
-        made = found or await _evaluated(storage, asked, path, parameters=final.parameters)
+        made = found or await _evaluated(storage, evaluation, path, parameters=final.parameters)
         # The manifest again: scoring may have taken hours.
         final = await asyncio.to_thread(lambda: write_on_card(storage, _model_of(storage)))
     await acreate_table_artifact(made.table, key=f"scores-{final.run}", description="Scores of the collected model")
@@ -63,28 +65,29 @@ async def evaluate(run: str, asked: EvaluationConfig) -> FinalManifest:
 def _model_of(run: Storage) -> FinalManifest:
     final = exported(run)
     if final is None or final.huggingface is None:
-        what = f"{run.address(HUGGINGFACE)} is not there, and it is what is scored"
+        what = f"{run.address(HUGGINGFACE)} does not exist, but only it can be scored"
         raise UserError(what, fix="run the training to its end, or `train-litgpt collect`")
     return final
 
 
 @asynccontextmanager
 async def _alone(run: Storage) -> AsyncIterator[None]:
-    """Hold the lease of the run's evaluations: of several processes one scores, and the others find its scores."""
+    """Hold the lease of the run's evaluations: of several processes one scores, and the others reuse its scores."""
     with FolderLease(run.within(f"{EVALUATIONS}/lease")) as lease:
-        is_said = False
+        is_reported = False
         while not await asyncio.to_thread(lease.take):
-            if not is_said and lease.holder is not None:
+            if not is_reported and lease.holder is not None:
                 emit(Note(what=f"{lease.holder} is evaluating {run.address()}; waiting for its scores"))
-                is_said = True
+                is_reported = True
             await asyncio.sleep(LOOK)
         yield
 
 
 class CheckpointScores:
-    """While it is entered, every `train.evaluate_with`th checkpoint is scored beside the training, one after the other.
+    """While it is entered, scores every `train.evaluate_with`th checkpoint in parallel to the training, one at a time.
 
-    That of the last step is left to step 6. What cannot be scored is a warning, and never the end of the training.
+    The stage of evaluation scores the last step. A checkpoint that cannot be scored causes a warning, and never ends
+    the training.
     """
 
     def __init__(self, run: Run) -> None:
@@ -101,7 +104,7 @@ class CheckpointScores:
         await asyncio.gather(self._work, return_exceptions=True)
 
     def follow(self, row: Row) -> None:
-        """Take a row of the training's metrics; that of a checkpoint may be one to score."""
+        """Queue the checkpoint of a metrics row if it is to be scored."""
         train = self._run.config.train
         match row:
             case {"kind": "start", "steps": int(steps)}:
@@ -111,7 +114,10 @@ class CheckpointScores:
                     self._due.put_nowait(step)
 
     async def _until_the_end(self) -> None:
-        while (step := await self._due.get()) is not None:
+        while True:
+            step = await self._due.get()
+            if step is None:
+                return
             try:
                 await evaluate_checkpoint(opaque(self._run), step)
             except Exception as error:
@@ -121,39 +127,45 @@ class CheckpointScores:
 
 @step_task("evaluate-checkpoint", run_name="evaluate step {step}", retry=False)
 async def evaluate_checkpoint(run: Run, step: int) -> None:
-    """Score the checkpoint of a step, or find it scored, and show the scores in Prefect."""
-    asked = cast(EvaluationConfig, run.config.evaluation)
-    path = await asyncio.to_thread(place_of, step, asked)
+    """Score the checkpoint of a step, unless it is scored already, and show the scores in Prefect."""
+    evaluation = cast(EvaluationConfig, run.config.evaluation)
+    path = await asyncio.to_thread(place_of, step, evaluation)
     if await asyncio.to_thread(read_evaluation, run.storage, path) is not None:
         return
-    beside = run.config.platform.on_this_machine  # the training needs the memory of its GPUs
+    uses_gpu = not run.config.platform.on_this_machine  # else the training needs the memory of its GPUs
     async with _alone(run.storage):
-        made = await asyncio.to_thread(read_evaluation, run.storage, path) or await _evaluated(
-            run.storage, asked, path, parameters=run.parameters, step=step, gpu=not beside
-        )
-    rows = [{"step": one.step, **row} for one in await asyncio.to_thread(evaluations, run.storage) for row in one.table]
+        made = await asyncio.to_thread(read_evaluation, run.storage, path)
+        if made is None:
+            made = await _evaluated(run.storage, evaluation, path, parameters=run.parameters, step=step, gpu=uses_gpu)
+    rows = []
+    for scored in await asyncio.to_thread(evaluations, run.storage):
+        rows += [{"step": scored.step, **row} for row in scored.table]
     shown = acreate_table_artifact(rows, key=f"scores-{run.name}", description="Scores so far")
-    await could_show(shown, otherwise=f"the scores of step {step} could not be shown; they are in {path}")
+    await update_ui(shown, otherwise=f"the scores of step {step} could not be shown; they are in {path}")
     emit(Note(what=f"step {step}: {'; '.join(f'{name} {value}' for name, value in made.pairs)}"))
     scores = {name: score.value for name, score in made.objectives.items()}
     emit_milestone("checkpoint.evaluated", run.name, run.root.address(), step=step, scores=scores)
 
 
 async def _evaluated(
-    run: Storage, asked: EvaluationConfig, path: str, *, parameters: int, step: int | None = None, gpu: bool = True
+    run: Storage, evaluation: EvaluationConfig, path: str, *, parameters: int, step: int | None = None, gpu: bool = True
 ) -> Evaluation:
-    """Score it in a process of its own; all that the process prints is left beside the scores."""
-    if (needed := 4 * parameters) > (room := host_memory()) and not (gpu and gpu_names()):
+    """Score a model in a process of its own, whose whole output is stored next to the scores."""
+    needed, room = 4 * parameters, host_memory()
+    if needed > room and not (gpu and gpu_names()):
         what = f"the weights of {run.address()} take {bytes_text(needed)} in float32, and this machine has "
         fix = f"evaluate it where there is more memory, or a GPU: train-litgpt evaluate {run.address()}"
         raise UserError(f"{what}{bytes_text(room)} of memory", fix=fix)
-    words = [*PYTHON, "-m", "litgpt_demo.export.evaluation", run.address()]
-    command = words if step is None else ["nice", "-n", "19", *words, str(step)]  # a training may need the cores
-    environ = environment_of_readers(os.environ) | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    command = [*PYTHON, "-m", "litgpt_demo.export.evaluation", run.address()]
+    if step is not None:
+        command = ["nice", "-n", "19", *command, str(step)]  # a training may need the cores
+    environ = environment_of_readers(os.environ)
+    if not gpu:
+        environ |= {"CUDA_VISIBLE_DEVICES": ""}
     if not await asyncio.to_thread(can_reach_hub):
-        # The libraries would try for minutes; what they have in their cache needs no network.
+        # The libraries would retry for minutes; their cache needs no network.
         environ["HF_HUB_OFFLINE"] = "1"
-        if step is None:  # else it would be said of each checkpoint
+        if step is None:  # else each checkpoint would repeat it
             emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
     log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ""
     clean = Cleaner()
@@ -169,7 +181,7 @@ async def _evaluated(
             emit(StepProgress(step=Step.EVALUATION, what=what, fraction=fraction))
 
     child = Child(command, environ=environ)
-    child.write(asked.model_dump_json())
+    child.write(evaluation.model_dump_json())
     try:
         fix = f"all that it printed is in {run.address(log)}"
         return await child.end(partial(read_evaluation, run, path), on_line=keep, on_progress=show, fix=fix)

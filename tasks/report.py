@@ -43,14 +43,14 @@ from tasks.steps import emit, report_unreadable, step_task
 _UPDATE = 5.0
 # Seconds between two lines in the log: a week of work stays readable.
 LINE = 60.0
-_ANSWER = 10.0  # seconds that Prefect's server has: who waits for it may hold machines that are paid for
+_ANSWER = 10.0  # seconds that Prefect's server has to answer: meanwhile rented machines may wait
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
-# What is kept of a row while a job runs: it may hold other columns, texts and lists of any length.
+# The columns of a row that are kept while a job runs: others may hold texts and lists of any length.
 _SHOWN = {"kind", "step", *NUMBERS}
 
 
-async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
-    """Update what Prefect shows; False, with a warning, where its server is away: that must not hold up the work."""
+async def update_ui(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
+    """Update what Prefect shows; warn and return False if its server does not answer, which must not delay the work."""
     try:
         await asyncio.wait_for(update, _ANSWER)
     except (TimeoutError, httpx.HTTPError, PrefectException) as error:
@@ -60,7 +60,7 @@ async def could_show(update: Coroutine[Any, Any, object], *, otherwise: str) -> 
 
 
 async def show_state(name: str) -> bool:
-    """Name the state of this flow run, whose type stays RUNNING; one that does not run any more keeps its state."""
+    """Name the state of this flow run, whose type stays RUNNING. A flow run that has ended keeps its state."""
 
     async def rename() -> None:
         async with get_client() as client:
@@ -68,19 +68,19 @@ async def show_state(name: str) -> bool:
             if state is not None and state.is_running() and state.name != name:
                 await client.set_flow_run_state(UUID(flow_run.id), Running(State[Any], name=name))
 
-    return await could_show(rename(), otherwise=f"the flow run could not be shown as {name}")
+    return await update_ui(rename(), otherwise=f"the flow run could not be shown as {name}")
 
 
-class Live(ABC):
-    """While it is entered, an artifact shows how far the work is, and a line in the log at times."""
+class ProgressReporter(ABC):
+    """While it is entered, an artifact shows the progress of the work, and at times a line in the log."""
 
     def __init__(self, key: str, what: str) -> None:
-        self.news = 0
-        """Grows with everything that could be shown."""
+        self.revision = 0
+        """The number of changes that can be shown."""
         self.line_is_due = False
         self._key, self._what, self._shown, self._line_at = key, what, 0, time.monotonic()
         self._ended = asyncio.Event()
-        self._progress: UUID | None = None
+        self._artifact: UUID | None = None
 
     async def __aenter__(self) -> Self:
         self._updates = asyncio.create_task(self._update_till_the_end())
@@ -92,34 +92,34 @@ class Live(ABC):
         await self._updates
 
     async def _update_till_the_end(self) -> None:
-        """Show what is new, and once more at the end; what a server that is away has missed is in the next update."""
+        """Show changes until the end. Each update shows everything, also what an unreachable server has missed."""
         ended = False
         while not ended:
             ended = self._ended.is_set()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), _UPDATE)
-            news = self.news
-            if news != self._shown and await could_show(self.show(), otherwise="the artifacts could not be updated"):
-                self._shown = news
+            revision = self.revision
+            if revision != self._shown and await update_ui(self.show(), otherwise="the artifacts could not be updated"):
+                self._shown = revision
 
     @abstractmethod
-    def look(self) -> tuple[float, str]:
-        """Return how many percent are done, and the same in words; none before there is something to say."""
+    def progress(self) -> tuple[float, str]:
+        """Return the percentage that is done, and a text, which is empty as long as there is no progress."""
 
     async def show(self) -> None:
-        """Show what is to be seen now."""
-        percent, words = self.look()
-        if words and (self.line_is_due or time.monotonic() > self._line_at + LINE):
+        """Show the present progress."""
+        percent, text = self.progress()
+        if text and (self.line_is_due or time.monotonic() > self._line_at + LINE):
             self.line_is_due, self._line_at = False, time.monotonic()
-            get_run_logger().info(words)
-        told = f"{self._what}: {words}" if words else self._what
-        if self._progress is None:
-            self._progress = await artifacts.acreate_progress_artifact(percent, key=self._key, description=told)
+            get_run_logger().info(text)
+        description = f"{self._what}: {text}" if text else self._what
+        if self._artifact is None:
+            self._artifact = await artifacts.acreate_progress_artifact(percent, key=self._key, description=description)
         else:
-            await artifacts.aupdate_progress_artifact(self._progress, percent, description=told)
+            await artifacts.aupdate_progress_artifact(self._artifact, percent, description=description)
 
 
-class LiveArtifacts(Live):
+class LiveArtifacts(ProgressReporter):
     """While a job runs: a progress artifact and a page with the loss curve; at times a log line."""
 
     def __init__(self, job_name: str) -> None:
@@ -138,17 +138,22 @@ class LiveArtifacts(Live):
             older, newer = thinner[: -_MOST_ROWS // 2], thinner[-_MOST_ROWS // 2 :]
             # The newest `start` row stays in front: it says how many steps there are.
             self._rows = [*[row for row in older if row["kind"] == "start"][-1:], *newer]
-        self.news += 1
+        self.revision += 1
         self.line_is_due = self.line_is_due or row.get("kind") == "evaluation"
 
-    def look(self) -> tuple[float, str]:
+    def progress(self) -> tuple[float, str]:
         seen = summary(list(self._rows))
-        validation = [] if seen.validation_loss is None else [f"validation loss {loss_text(seen.validation_loss)}"]
-        words = ", ".join([f"step {seen.step}/{seen.steps}", *seen.facts, *validation])
-        return seen.percent, words if seen.step else ""
+        if not seen.step:
+            return seen.percent, ""
+        facts = [f"step {seen.step}/{seen.steps}", *seen.facts]
+        if seen.validation_loss is not None:
+            facts.append(f"validation loss {loss_text(seen.validation_loss)}")
+        return seen.percent, ", ".join(facts)
 
     async def show(self) -> None:
-        state = "Queued" if self.queued else "Training" if self._rows else "Running"
+        state = "Training" if self._rows else "Running"
+        if self.queued:
+            state = "Queued"
         if state != self._state and await show_state(state):
             self._state = state
         if not self._rows:  # a script has none
@@ -166,7 +171,7 @@ async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
     """Show in Prefect why an attempt ended."""
     page = report.verdict_markdown(verdict)
     update = artifacts.acreate_markdown_artifact(page, key=f"verdict-{attempt}", description=f"Why {attempt} ended")
-    await could_show(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
+    await update_ui(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
 
 
 @step_task("publish-report")
@@ -177,15 +182,18 @@ async def publish_report(
     made = await asyncio.to_thread(_written, run, dataset, identity, final)
     await artifacts.acreate_markdown_artifact(report.markdown(made), key=f"report-{run.name}", description="The report")
     address = run.storage.address(REPORT)
-    if (there := bucket_path(address)) is not None:  # no page of a server may link to a local file
-        link = f"https://storage.cloud.google.com/{there}"
+    path = bucket_path(address)
+    if path is not None:  # no page of a server may link to a local file
+        link = f"https://storage.cloud.google.com/{path}"
         await artifacts.acreate_link_artifact(link, link_text=address, key=f"page-{run.name}", description="Its page")
     return address
 
 
 class LiveReport:
-    """While it is entered, the flow run shows the report and its address. report.html is written after checkpoints, at
-    most once a minute, and after a bad end."""
+    """While it is entered, the flow run shows the report and its address.
+
+    report.html is written after checkpoints, at most once a minute, and after a failure.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._news = run, asyncio.Event()
@@ -197,7 +205,7 @@ class LiveReport:
             made = await asyncio.to_thread(self._made, live=True)
             page, key = report.markdown(made), f"report-{made.name}"
             shown = artifacts.acreate_markdown_artifact(page, key=key, description="The report so far")
-            await could_show(shown, otherwise=f"the report could not be shown; it will be {made.address}/{REPORT}")
+            await update_ui(shown, otherwise=f"the report could not be shown; it will be {made.address}/{REPORT}")
         self._updates = asyncio.create_task(self._until_the_end())
         return self
 
@@ -210,7 +218,7 @@ class LiveReport:
                 emit(Note(what=f"report: {self._run.storage.address(REPORT)}"))
 
     def follow(self, row: Mapping[str, Any]) -> None:
-        """Take a row of the training's metrics."""
+        """Note a checkpoint, by its row of the training's metrics."""
         if row.get("kind") == "checkpoint":
             self._news.set()
 
@@ -229,7 +237,7 @@ class LiveReport:
         return _report_of(self._run, self.dataset, self.identity, final, live=live, ended=ended)
 
     async def _write(self, *, live: bool, ended: str = "") -> bool:
-        """Write report.html. Return False where nothing was started yet, the page is published, or writing fails."""
+        """Write report.html. Returns False if nothing was started yet, the page is published, or writing fails."""
 
         def write() -> bool:
             made = self._made(live=live, ended=ended)
@@ -258,7 +266,8 @@ def _report_of(
     *, live: bool = False, ended: str = "",
 ) -> RunReport:  # fmt: skip
     storage, times = run.storage, attempt_times(Index(run.root), run.name)
-    rows = read_metrics(storage, bad := damaged_lines())
+    bad = damaged_lines()
+    rows = read_metrics(storage, bad)
     report_unreadable(bad)
     price = read_document(storage).price if times else None
     return RunReport(
@@ -300,8 +309,8 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
         )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
-        there = read_manifest(storage, RunManifest)
-        if there is not None and there.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
+        manifest = read_manifest(storage, RunManifest)
+        if manifest is not None and manifest.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
             return made
     write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
     return made

@@ -484,7 +484,7 @@ class Lines:
         """Tell what the job waits for on its platform, and of restarts, whenever that changes."""
         known, self._status = self._status, status
         self._live.queued = status.state is JobState.PENDING
-        self._live.news += known is None or known.state is not status.state
+        self._live.revision += known is None or known.state is not status.state
         for reason in status.reasons:
             if known is None or reason not in known.reasons:
                 waits = " waits" if status.state is JobState.PENDING else ""

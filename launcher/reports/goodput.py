@@ -125,6 +125,11 @@ class Ledger:
         return sum(self.cost.values())
 
     @property
+    def spent(self) -> list[tuple[Part, float]]:
+        """The parts that took time, in their order."""
+        return [(part, self.seconds[part]) for part in Part if self.seconds.get(part, 0.0) > 0]
+
+    @property
     def note(self) -> str:
         note = "Wall time over all attempts; only training counts, and lost work was trained again."
         if self.price is None:
@@ -136,7 +141,7 @@ class Ledger:
 
     def rows(self) -> list[dict[str, str]]:
         """Return the table, the sum last; parts that took no time are left out, and the cost if no price is known."""
-        parts = [(part.value, self.seconds[part], self.cost[part]) for part in Part if self.seconds.get(part, 0.0) > 0]
+        parts = [(part.value, seconds, self.cost[part]) for part, seconds in self.spent]
         rows = []
         for name, seconds, usd in [*parts, ("wall time", self.wall, self.usd)]:
             row = {"part": name, "time": duration_text(seconds), "share": share_text(seconds / (self.wall or 1.0))}

@@ -17,7 +17,7 @@ from prefect.flow_engine import run_flow_async
 from prefect.states import Cancelled, Pending, Running, Scheduled
 from strict_platform import StrictPlatform
 
-from flows.parameters import MAX_RESUMES, begin, cancel_jobs, taken
+from flows.parameters import MAX_RESUMES, acquire_process_lock, begin, cancel_jobs
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig, SweepConfig
@@ -91,8 +91,8 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_recor
 
 
 def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
-    assert taken(flow_run := str(uuid4()))
-    assert not taken(flow_run)
+    assert acquire_process_lock(flow_run := str(uuid4()))
+    assert not acquire_process_lock(flow_run)
 
 
 def test_a_flow_run_that_keeps_crashing_is_refused_and_names_of_its_states_are_no_starts() -> None:

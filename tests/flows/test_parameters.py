@@ -19,11 +19,11 @@ from flows.parameters import (
     DATASET_FIELDS,
     KINDS,
     config_from,
-    deployments_there,
+    list_deployments,
     name_flow_run,
     submit_config,
     submit_deployment,
-    tell_of_defaults,
+    warn_partial_sections,
 )
 from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
@@ -135,12 +135,12 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
     part, whole = TrainConfig(max_steps=200), TrainConfig.model_validate(TrainConfig().model_dump())
     events: list[Event] = []
     with Listener(events.append):
-        tell_of_defaults({"train": part})  # in a file of one's own what is left out is meant to be a default
+        warn_partial_sections({"train": part})  # in a file of one's own what is left out is meant to be a default
         monkeypatch.setattr("flows.parameters.deployed", lambda: True)
         stored = StartSettings.model_validate(StartSettings().model_dump())
-        tell_of_defaults({"train": whole, "other": TrainConfig(), "start": stored})
+        warn_partial_sections({"train": whole, "other": TrainConfig(), "start": stored})
         assert not events
-        tell_of_defaults({"train": part})
+        warn_partial_sections({"train": part})
     [warning] = [event.what for event in events if isinstance(event, Note)]
     assert """-p 'overrides={"train.max_steps": 200}'""" in warning
 
@@ -151,7 +151,7 @@ def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_ar
     with get_client(sync_client=True) as client:
         for flow, _, name in (full.partition("/") for full in names):
             client.create_deployment(client.create_flow_from_name(flow), name, description="What it does.\nHow.")
-    told = {full: one.description for full, one in deployments_there().items()}
+    told = {full: one.description for full, one in list_deployments().items()}
     assert [told[name] for name in names] == 4 * ["What it does.\nHow."]
     for given, full in (("text", "prepare-dataset/text"), ("here", "train-litgpt/here"), (names[1], names[1])):
         assert submit_deployment(given, {})[1] == full

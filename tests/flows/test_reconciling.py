@@ -16,7 +16,7 @@ from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
 from waiting import until
 
-from flows.reconciling import Reaped, contradicted, crash_orphans, is_abandoned, reap, reap_jobs
+from flows.reconciling import Reaped, crash_orphans, flag_state_conflicts, is_abandoned, reap, reap_jobs
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import PlatformUnreachable
@@ -80,7 +80,7 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
 
     claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
-    [row] = contradicted(run_rows(Index.of(tiny().root)))
+    [row] = flag_state_conflicts(run_rows(Index.of(tiny().root)))
     assert row.state == "running"
     assert row.note == f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}"
     assert [found.cancelled for found in reaped(tmp_path)] == [(claim.make_job(1).directory,)]

@@ -32,7 +32,7 @@ from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import read_manifest
 from litgpt_demo.runs import read_spec
-from tasks.dataset import Fanout
+from tasks.dataset import MapExecutor
 
 pytestmark = pytest.mark.prefect
 
@@ -107,8 +107,8 @@ def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
     tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparing, stopped, events = threading.Event(), threading.Event(), list[Event]()
-    stop = Fanout.stop
-    monkeypatch.setattr(Fanout, "stop", lambda fanout: (stop(fanout), stopped.set()))
+    stop = MapExecutor.stop
+    monkeypatch.setattr(MapExecutor, "stop", lambda executor: (stop(executor), stopped.set()))
 
     def prepare_for_hours(*_: Any, **__: Any) -> None:
         preparing.set()

@@ -12,7 +12,7 @@ from launcher.config import DaskWorkers, RunConfig, ThreadWorkers, Workers
 from launcher.events import Event, Listener, StepDone, StepProgress
 from litgpt_demo.data.dataset import DatasetManifest, finished_dataset
 from tasks import dataset
-from tasks.dataset import Fanout
+from tasks.dataset import MapExecutor
 
 pytestmark = pytest.mark.prefect
 
@@ -55,8 +55,8 @@ def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and
 def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_run_again(
     prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped, stop = threading.Event(), Fanout.stop
-    monkeypatch.setattr(Fanout, "stop", lambda fanout: (stop(fanout), stopped.set()))
+    stopped, stop = threading.Event(), MapExecutor.stop
+    monkeypatch.setattr(MapExecutor, "stop", lambda executor: (stop(executor), stopped.set()))
 
     async def cancelled_early() -> None:
         loop, surveying = asyncio.get_running_loop(), asyncio.Event()

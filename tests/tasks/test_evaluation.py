@@ -67,7 +67,7 @@ def test_a_model_larger_than_the_memory_is_not_scored(run: Storage, monkeypatch:
 
 def test_an_evaluation_of_no_run_makes_no_folder(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.evaluation.check_evaluation", lambda _: ())
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         asyncio.run(evaluate.fn(run.address(), ASKED))
     assert not Path(run.address()).exists()
 

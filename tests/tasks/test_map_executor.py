@@ -16,7 +16,7 @@ from launcher.config import DaskWorkers, ThreadWorkers, Workers
 from launcher.errors import JobCancelled, LauncherError
 from litgpt_demo.errors import DataError, FailureClass
 from tasks import dataset as module
-from tasks.dataset import Fanout
+from tasks.dataset import MapExecutor
 
 ONE, TWO = (ThreadWorkers(kind="threads", count=count) for count in (1, 2))
 
@@ -30,9 +30,9 @@ def noted(folder: Path, number: int) -> int:
 
 def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tmp_path: Path) -> None:
     over = Event()  # while the first goes on, whose turn it is
-    with Fanout(TWO) as fanout:
+    with MapExecutor(TWO) as executor:
         with pytest.raises(DataError, match=r"^item 2 is damaged$"):
-            next(fanout(lambda number: noted(tmp_path, number) if number else over.wait(), range(256)))
+            next(executor(lambda number: noted(tmp_path, number) if number else over.wait(), range(256)))
         over.set()
     assert not (tmp_path / "255").exists()
 
@@ -47,8 +47,8 @@ def test_a_share_that_fails_once_is_tried_again_by_itself(monkeypatch: pytest.Mo
             raise ConnectionError("reset by peer")
         return number
 
-    with Fanout(TWO) as fanout:
-        assert sorted(fanout(busy, range(3))) == [0, 1, 2]
+    with MapExecutor(TWO) as executor:
+        assert sorted(executor(busy, range(3))) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -63,29 +63,29 @@ def test_a_worker_that_is_lost_is_no_mistake_of_the_users(
     workers: Workers, lost: Exception, fault: FailureClass
 ) -> None:
     with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as told:
-        Fanout(workers)._result(Mock(result=Mock(side_effect=lost)))
+        MapExecutor(workers)._result(Mock(result=Mock(side_effect=lost)))
     assert told.value.fault is fault
 
 
 def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:
-    with Fanout(ONE) as fanout:
+    with MapExecutor(ONE) as executor:
 
         def slow(number: int) -> int:
-            until(lambda: fanout._futures)
-            fanout.stop()
+            until(lambda: executor._futures)
+            executor.stop()
             return noted(tmp_path, number)
 
-        with pytest.raises(JobCancelled, match="goes on"):
-            list(fanout(slow, [0, *range(3, 1000)]))
+        with pytest.raises(JobCancelled, match="continues"):
+            list(executor(slow, [0, *range(3, 1000)]))
     assert [*tmp_path.iterdir()] == [tmp_path / "0"]
 
 
 def test_a_phase_that_is_called_off_is_over_before_the_next_begins(tmp_path: Path) -> None:
     step: Callable[[int], int] = partial(noted, tmp_path)
-    with Fanout(TWO) as fanout:
-        begun = fanout(step, range(3, 1000))
+    with MapExecutor(TWO) as executor:
+        begun = executor(step, range(3, 1000))
         next(begun)
         begun.close()
         after = len([*tmp_path.iterdir()])
-        assert sorted(fanout(step, range(2))) == [0, 1]
+        assert sorted(executor(step, range(2))) == [0, 1]
     assert len([*tmp_path.iterdir()]) == after + 2
