@@ -1,4 +1,4 @@
-"""The network benchmark: what is asked of it, the job that measures it, and what is shown of the result."""
+"""The network benchmark: its settings, the job that measures, and the tables of the result."""
 
 from __future__ import annotations
 
@@ -49,43 +49,49 @@ class BenchmarkConfig(Settings):
         return self
 
     def jobs(self) -> list[ScriptConfig]:
-        """The job over the platform's own network, and the one over sockets if that is asked for; without a gate before
-        them, for they are one themselves."""
-        largest = [] if self.measure.largest is None else ["--largest", str(self.measure.largest)]
-        return [
-            ScriptConfig(
-                name=self.name,
-                root=self.root,
-                script="-m litgpt_demo",
-                args=("collectives", "--table", "--seconds", str(self.measure.seconds), *largest),
-                env={"NCCL_NET": "Socket"} if sockets else {},
-                image=self.image,
-                platform=self.platform.for_measuring(sockets=sockets),
-                start=self.start,
-            )
-            for sockets in ((False, True) if self.measure.compare else (False,))
-        ]
+        """Return the job over the platform's network, and with `measure.compare` one over sockets.
+
+        They are network tests themselves, and have none before them.
+        """
+        jobs = [self._job(sockets=False)]
+        if self.measure.compare:
+            jobs.append(self._job(sockets=True))
+        return jobs
+
+    def _job(self, *, sockets: bool) -> ScriptConfig:
+        args = ["collectives", "--table", "--seconds", str(self.measure.seconds)]
+        if self.measure.largest is not None:
+            args += ["--largest", str(self.measure.largest)]
+        return ScriptConfig(
+            name=self.name,
+            root=self.root,
+            script="-m litgpt_demo",
+            args=tuple(args),
+            env={"NCCL_NET": "Socket"} if sockets else {},
+            image=self.image,
+            platform=self.platform.for_measuring(sockets=sockets),
+            start=self.start,
+        )
 
 
 def table(results: Sequence[NetworkTestResult]) -> list[dict[str, str]]:
-    """One row per number of ranks: busbw is what links compare with, algbw what a training sees. Of two results the
-    second is over plain sockets."""
+    """Return one row per number of ranks, from the size with the largest busbw.
+
+    Links are compared by busbw, and a training gets algbw. A second result is over plain sockets.
+    """
     per_node = max(speed.ranks for speed in results[0].speeds) // results[0].nodes
-    # By what is measured and ranks, the largest busbw of any size, which comes last.
-    best = {
-        prefix: {speed.ranks: speed for speed in sorted(result.speeds, key=lambda speed: speed.busbw)}
-        for prefix, result in zip(("", "sockets "), results, strict=False)
-    }
     rows = []
-    for ranks, fastest in sorted(best[""].items()):
-        mib = fastest.bytes / 2**20
-        size = f"{mib:g} MiB" if mib < 1024 else f"{mib / 1024:g} GiB"
-        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node)), "size": size}
-        for prefix, speeds in best.items():
-            found = speeds.get(ranks)
+    for ranks in sorted({speed.ranks for speed in results[0].speeds}):
+        row = {"ranks": str(ranks), "nodes": str(-(-ranks // per_node))}
+        for prefix, result in zip(("", "sockets "), results, strict=False):
+            speeds = [speed for speed in result.speeds if speed.ranks == ranks]
+            fastest = max(speeds, key=lambda speed: speed.busbw, default=None)
+            if fastest is not None and not prefix:
+                mib = fastest.bytes / 2**20
+                row["size"] = f"{mib:g} MiB" if mib < 1024 else f"{mib / 1024:g} GiB"
             for unit, factor in (("Gbit/s", 8), ("GB/s", 1)):  # links are sold in bits, memory in bytes
-                row[f"{prefix}busbw {unit}"] = _figure(found.busbw * factor) if found else NOTHING
-                row[f"{prefix}algbw {unit}"] = _figure(found.algbw * factor) if found else NOTHING
+                row[f"{prefix}busbw {unit}"] = _figure(fastest.busbw * factor) if fastest else NOTHING
+                row[f"{prefix}algbw {unit}"] = _figure(fastest.algbw * factor) if fastest else NOTHING
         rows.append(row)
     return rows
 
@@ -95,29 +101,28 @@ def _figure(value: float) -> str:
 
 
 def pairs_table(result: NetworkTestResult) -> list[dict[str, str]]:
-    """Every pair of nodes that was measured, the slowest first."""
-    slow = set(result.slow)
-    return [
-        {
-            "nodes": f"{pair[0]} and {pair[1]}",
-            "machines": " and ".join(result.hosts[node] for node in pair),
-            "GB/s": _figure(speed),
-            "": "slow: " + ", ".join(f"node {node}" for node in sorted(slow & set(pair))) if slow & set(pair) else "",
-        }
-        for pair, speed in sorted(result.pairs.items(), key=lambda item: item[1])
-    ]
+    """Return one row per pair of nodes, the slowest first."""
+    rows = []
+    for pair, speed in sorted(result.pairs.items(), key=lambda item: item[1]):
+        machines = " and ".join(result.hosts[node] for node in pair)
+        row = {"nodes": f"{pair[0]} and {pair[1]}", "machines": machines, "GB/s": _figure(speed), "": ""}
+        slow = [f"node {node}" for node in pair if node in result.slow]
+        if slow:
+            row[""] = f"slow: {', '.join(slow)}"
+        rows.append(row)
+    return rows
 
 
 def lead(result: NetworkTestResult) -> str:
-    """The result in a sentence."""
+    """Return the result in a sentence."""
     best = result.best
-    told = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw)} GB/s ({result.backend}, busbw)"
+    text = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw)} GB/s ({result.backend}, busbw)"
     slow = ", ".join(f"node {node} ({result.hosts[node]})" for node in result.slow)
-    return f"{told}; slow: {slow}" if slow else told
+    return f"{text}; slow: {slow}" if slow else text
 
 
 def markdown(results: Sequence[NetworkTestResult]) -> str:
-    """Return what Prefect shows of the results as an artifact."""
+    """Return the results as an artifact of Prefect."""
     parts = [lead(results[0])]
     for rows in filter(None, (table(results), pairs_table(results[0]))):
         lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]

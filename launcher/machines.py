@@ -38,14 +38,14 @@ class Machine:
     cpus: int
     memory_gib: int
     nics: int = 0
-    """GPU network cards, besides eth0."""
+    """GPU network cards, in addition to eth0."""
     arch: str = "amd64"
     price: ListPrice | None = None
-    """None where no list price was found that names its date; a cost is then not shown."""
+    """None if no list price with a date was found. Then no cost is shown."""
     sources: tuple[str, ...] = (_SIZES, _LABELS)
     """The source of sizes, cards and labels."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Node labels besides the accelerator's."""
+    """Node labels in addition to the accelerator's."""
 
 
 A100 = "nvidia-tesla-a100"
@@ -72,7 +72,7 @@ _A4X = (_SIZES, f"{CEA}/gpudirect-rdma/nccl-rdma-installer-a4x.yaml", AI_HYPERCO
 _ARM: dict[str, Any] = {"arch": "arm64", "labels": {"kubernetes.io/arch": "arm64"}}
 _OCTOBER = ListPrice(usd=83.492, region="us-central1", date="2026-10-13", source=_CATALOGUE)
 
-# Name, GPU, how many of them, vCPUs, GiB. Those without cards of GPUs are what people start on: gVNIC or VirtIO.
+# Name, GPU, number of GPUs, vCPUs, GiB. Machines without GPU network cards have gVNIC or VirtIO.
 _ALL = (
     Machine("a3-highgpu-8g", "nvidia-h100-80gb", 8, 208, 1872, nics=4, price=_listed(88.49), sources=_TCPX),
     Machine("a3-megagpu-8g", "nvidia-h100-mega-80gb", 8, 208, 1872, nics=8, sources=_TCPXO),
@@ -108,11 +108,13 @@ MACHINES = MappingProxyType({machine.name: machine for machine in _ALL})
 
 
 def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:
-    """Refuse GPUs that a machine type has not got, and fewer than ranks; it may be one that is not in the table."""
+    """Refuse a number of GPUs that a known machine type does not have, and more ranks than GPUs."""
     machine = MACHINES.get(name or "")
     if machine is not None and gpus not in (None, machine.gpus):
         raise ValueError(f"platform.gpus={gpus}, but a {name} has {machine.gpus}; leave platform.gpus out")
-    there = machine.gpus if machine else gpus
-    if there and processes > there:
-        what = f"platform.processes={processes}, but a {name or 'node'} has {there} GPUs, and ranks cannot share one"
+    available = machine.gpus if machine else gpus
+    if available and processes > available:
+        what = (
+            f"platform.processes={processes}, but a {name or 'node'} has {available} GPUs, and ranks cannot share one"
+        )
         raise ValueError(f"{what}; leave platform.processes out")

@@ -41,7 +41,10 @@ def test_no_program_runs_that_is_not_run_ais_on_path(name: str, console: Cli, ma
     platform = {"kind": "runai", "project": "a", "cli": name.format(folder=tmp_path)}
     for verb in ("render", "plan"):
         said = console(verb, written(tmp_path, script="examples/pi.py", platform=platform))
-        assert (said.code, "is no name of a runai program on PATH" in said.err) == (EXIT_CODES[FailureClass.USER], True)
+        assert (said.code, "is not the name of a runai program on PATH" in said.err) == (
+            EXIT_CODES[FailureClass.USER],
+            True,
+        )
     assert not marker.exists()
 
 

@@ -97,7 +97,7 @@ class BatchPlatform:
         return render(job, self._settings)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """Yield the mistakes that the submission itself shows: what Batch would refuse, or run other than meant."""
+        """Yield the mistakes that the submission itself shows: Batch would refuse it, or run it differently."""
         settings = self._settings
 
         def found(code: str, what: str, fix: str, severity: Severity = "error") -> Finding:
@@ -105,13 +105,14 @@ class BatchPlatform:
 
         machine = settings.machine_type
         if machine is None and settings.gpus is None:
-            what = f"platform.machine={settings.machine} is no machine type with GPUs that we know"
+            what = f"platform.machine={settings.machine} is not a machine type of the table"
             fix = f"take one of {', '.join(MACHINES)}; or say how many it has: platform.gpus (0 trains on CPUs)"
             yield found("machine", what, fix)
         if machine is not None and machine.arch != "amd64":
             what = f"platform.machine={machine.name} is {machine.arch}, for which Batch has no images"
             yield found("machine", what, "take platform.kind=gke")
-        if machine is not None and settings.nodes > 1 and (best := networks_of(machine)[0]) != DEFAULT:
+        best = networks_of(machine)[0] if machine is not None else DEFAULT
+        if machine is not None and settings.nodes > 1 and best != DEFAULT:
             what = f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP"
             yield found("network", what, "for the full speed take platform.kind=gke", "warning")
         hyperdisk_only = settings.machine.startswith(("a4-", "a4x-", "a3-ultragpu"))
@@ -158,7 +159,7 @@ class BatchPlatform:
         if self._job(submission.job_id) is not None:
             return submission.job_id
         self._refuse_rivals(submission)
-        # AlreadyExists: somebody was quicker, and that job is adopted.
+        # AlreadyExists: another orchestrator has submitted the job in the meantime.
         with google_errors(BATCH, f"submitting {submission.job_id}", "AlreadyExists"):
             from google.api_core.retry import Retry
             from google.cloud import batch_v1
@@ -167,14 +168,14 @@ class BatchPlatform:
                 parent=submission.body["parent"],
                 job_id=submission.body["jobId"],
                 job=batch_v1.Job.from_json(json.dumps(submission.body["job"])),
-                # The client does not repeat what creates; with an id, Batch knows a repeated call for the same.
+                # The client does not repeat a creation by default. With this id, Batch recognizes a repeated call.
                 request_id=str(uuid.uuid4()),
             )
             self._batch.create_job(request, retry=Retry(timeout=_LIMIT), timeout=_LIMIT)
         return submission.job_id
 
     def _refuse_rivals(self, submission: Submission) -> None:
-        """Refuse to submit beside a job of the same run and root."""
+        """Refuse to submit while another job of the same run and root is alive."""
         run = submission.body["job"]["labels"].get(RUN)
         with google_errors(BATCH, f"asking for other jobs of {run}"):
             for job in self._batch.list_jobs({"parent": submission.body["parent"]}, timeout=_LIMIT):
@@ -186,7 +187,7 @@ class BatchPlatform:
         return job_id == job_id_of(self._settings, attempt_name)
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state that Batch reports. A job has failed when one of its tasks has; the others then linger."""
+        """Return Batch's state of the job. A job has failed when one of its tasks has, though other tasks still run."""
         job = self._job(job_id)
         if job is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
@@ -233,22 +234,25 @@ class BatchPlatform:
     def cancel(self, job_id: JobId) -> None:
         give_up_at, job = time.monotonic() + self._patience, self._job(job_id)
         if job is not None and not states.state_of(job).is_final:
-            # It may have ended, or be gone, in the meantime: the next look tells.
+            # If the job has ended or is gone in the meantime, the next query shows it.
             with google_errors(BATCH, f"cancelling {job_id}", "NotFound", "FailedPrecondition"):
                 self._batch.cancel_job({"name": job_id, "request_id": str(uuid.uuid4())}, timeout=_LIMIT)
-        while left := self.remaining_resources(job_id):
+        while remaining := self.remaining_resources(job_id):
             if time.monotonic() > give_up_at:
-                what = f"{', '.join(left)}: still there {self._patience:.0f} s after {job_id} was cancelled"
+                what = f"{', '.join(remaining)}: still there {self._patience:.0f} s after {job_id} was cancelled"
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
-        """Return the job, unless it has ended with all of its tasks: what is kept of it then holds no machine."""
-        if (job := self._job(job_id)) is None:
+        """Return the job, unless it has ended with all of its tasks and therefore holds no machine."""
+        job = self._job(job_id)
+        if job is None:
             return ()
         running = (task for task in self._tasks(job_id) if task.status.state.name not in states.OVER)
         tasks = tuple(f"task {task.name.rpartition('/')[2]}" for task in running)
-        return tasks if states.state_of(job).is_final else (f"job {job_id} ({job.status.state.name})", *tasks)
+        if states.state_of(job).is_final:
+            return tasks
+        return (f"job {job_id} ({job.status.state.name})", *tasks)
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
         with google_errors(BATCH, f"asking for {job_id}", "NotFound"):

@@ -102,7 +102,7 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
             if name is not None and not re.fullmatch(r"projects/[^/]+/secrets/[^/]+/versions/[^/]+", name):
                 # The message does not repeat the value, which may be the secret itself.
                 fix = "write projects/PROJECT/secrets/NAME/versions/latest, and put the value there"
-                raise ValueError(f"is no name of a secret; {fix}")
+                raise ValueError(f"is not the name of a secret; {fix}")
         return value
 
     @model_validator(mode="after")
@@ -110,7 +110,7 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
         # VMs in other regions than the job's are refused since 2026-07-31 (https://cloud.google.com/batch/docs).
         foreign = [zone for zone in self.zones if zone.rpartition("-")[0] != self.location]
         if foreign:
-            what = f"platform.zones has {foreign[0]}, which is no zone of platform.location={self.location}"
+            what = f"platform.zones has {foreign[0]}, which is not a zone of platform.location={self.location}"
             raise ValueError(f"{what}; name zones of it, or leave platform.zones out")
         if (self.registry_username is None) != (self.registry_password is None):
             raise ValueError("platform.registry_username and registry_password: a login takes both; give the other too")

@@ -1,7 +1,7 @@
-"""Run:ai by its `runai` program: found, asked what it understands, and spoken to accordingly.
+"""Run:ai by its `runai` program.
 
-Which flags a release has differs; what is known here, of two generations, is only where to begin. Values hold no commas
-where the program would take them apart (v1: "separate values with a comma or add the flag twice").
+Releases of the program have different flags, which `--help` lists. Values have no commas where the program would split
+them (v1: "separate values with a comma or add the flag twice").
 
 v1: https://docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch/
 v2: https://docs.nvidia.com/run-ai/self-hosted/reference/cli/runai/training/runai-training-pytorch-submit
@@ -55,7 +55,7 @@ class Dialect(NamedTuple):
     submit: tuple[str, ...]
     """Its command for a PyTorch training."""
     flags: frozenset[str] | None
-    """Flags of that command, long and short; None where there is no program to ask: the documented ones count then."""
+    """Flags of that command, long and short. None without a program: the documented flags count then."""
 
     def has(self, flag: str) -> bool:
         return flag not in _UNDOCUMENTED[self.generation] if self.flags is None else flag in self.flags
@@ -63,8 +63,8 @@ class Dialect(NamedTuple):
 
 _PAGE = 500  # workloads of v2's list, which otherwise ends after 50
 
-# The words of a clear refusal: the command was understood, and nothing was made. Every other failure is no answer,
-# whatever it says: a connection that is cut once the request has been carried out leaves no more than `Post "…": EOF`
+# The messages of a clear refusal: the command was understood, and nothing was made. Any other failure leaves open what
+# happened: a connection that is cut after the request has been carried out leaves no more than `Post "…": EOF`
 # (https://github.com/google/go-containerregistry/pull/1268), and Go's HTTP client does not repeat a POST.
 REFUSALS = (
     # The program's own reading of the command line (github.com/spf13/cobra: args.go, command.go; spf13/pflag: flag.go).
@@ -87,7 +87,7 @@ _FORBIDDEN = re.compile(r"\b403\b|\bforbidden\b(?!: (?!User))", re.IGNORECASE)
 _ALREADY_THERE = re.compile(r"already exists|\b409\b|conflict", re.IGNORECASE)
 _GONE = re.compile(r"not found|does not exist|\b404\b|could not find", re.IGNORECASE)
 
-# What v2's JSON may call a workload's name and phase; the shape is not documented, so it is looked for.
+# The undocumented keys of a workload's name and phase in v2's JSON.
 _KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Phase", "Status")
 
 
@@ -218,20 +218,21 @@ class Cli:
     def _workloads(self) -> dict[str, str]:
         project = ("--project", self._settings.project)
         if self.dialect.generation == "v1":
-            # A table, whose first two columns count, below the line that names them.
+            # A table with name and phase in its first two columns, below its heading.
             rows = [line.split() for line in self._run("list", "jobs", *project).stdout.splitlines()]
             head = next((number for number, row in enumerate(rows) if row[:2] == ["NAME", "STATUS"]), len(rows))
             return {row[0]: row[1] for row in rows[head + 1 :] if len(row) > 1}
-        found: dict[str, str] = {}
+        phases: dict[str, str] = {}
         while True:
-            page = ("--json", "--limit", str(_PAGE), "--offset", str(len(found)))
+            before = len(phases)
+            page = ("--json", "--limit", str(_PAGE), "--offset", str(before))
             fresh = phases_in(self._run(*self.dialect.submit[:-1], "list", *project, *page).stdout)
-            known, found = found, found | fresh
-            if len(found) == len(known) or len(fresh) < _PAGE:
-                return found
+            phases |= fresh
+            if len(phases) == before or len(fresh) < _PAGE:
+                return phases
 
     def _run(
-        self, *words: str, ignore_errors: re.Pattern[str] | None = None, check: bool = True
+        self, *arguments: str, ignore_errors: re.Pattern[str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
         """Run one command of the program. Errors that match `ignore_errors` count as success.
 
@@ -239,7 +240,7 @@ class Cli:
             PlatformRefused, LoginProblem: the program clearly refused.
             PlatformUnreachable: it failed in any other way.
         """
-        argv = [self._settings.cli, *words]
+        argv = [self._settings.cli, *arguments]
         command = f"`{' '.join(argv[:4])}`"
         try:
             done = subprocess.run(
@@ -255,7 +256,7 @@ class Cli:
             raise NotInstalled(f"there is no program {argv[0]} on PATH", fix=fix) from error
         except subprocess.TimeoutExpired as error:
             what = f"{command} has not ended for {timeouts.RUNAI_COMMAND:.0f} s"
-            raise PlatformUnreachable(what, fix="submitting and asking again is safe") from error
+            raise PlatformUnreachable(what, fix="it is safe to submit again") from error
         if done.returncode == 0:
             return done
         # Its error, which a traceback may show with all that it says.
@@ -292,7 +293,7 @@ def phases_in(text: str) -> dict[str, str]:
         document = json.loads(text.strip() or "{}")
     except ValueError as error:  # an old program prints other things before it is ready
         text = redacted(text)  # nor chained: a traceback may show what was read
-        raise PlatformUnreachable(f"runai's list is no JSON ({error}): {text[:200]!r}") from None
+        raise PlatformUnreachable(f"runai's list is not JSON ({error}): {text[:200]!r}") from None
     phases, todo = dict[str, str](), [document]
     while todo:
         value = todo.pop()

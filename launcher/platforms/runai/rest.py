@@ -109,7 +109,7 @@ class Rest:
             if project.get("name") == wanted
         }
         if not projects:
-            what = f"platform.project={wanted} is no project that this application may see"
+            what = f"platform.project={wanted} is not a project that this application may see"
             raise ConfigProblem(what, fix="give its name as Run:ai shows it, or get the application a role in it")
         names = {cluster: cluster for cluster in projects}
         if wanted_cluster is not None:

@@ -144,7 +144,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
         # Plan and render run this program, and a config may be somebody else's.
         if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", self.cli):
             fix = "add its folder to PATH, and give its name, which has `runai` in it"
-            raise ValueError(f"platform.cli={self.cli!r} is no name of a runai program on PATH; {fix}")
+            raise ValueError(f"platform.cli={self.cli!r} is not the name of a runai program on PATH; {fix}")
         if self.gpus % 1 and (self.gpus > 1 or self.nodes > 1 or self.network != DEFAULT):
             what = f"platform.gpus={self.gpus}, nodes={self.nodes}, network={self.network}"
             fix = f"give whole GPUs, or one node of network={DEFAULT} a part below 1"
@@ -161,7 +161,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
         for name, entry in self.secrets.items():
             if not re.fullmatch(r"[^/]+/[^/]+", entry):
                 fix = "name a Kubernetes secret of the project and its entry"
-                raise ValueError(f"platform.secrets.{name}={entry!r} is no `name/key`; {fix}")
+                raise ValueError(f"platform.secrets.{name}={entry!r} is not a `name/key`; {fix}")
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)

@@ -142,7 +142,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
         require_gpus(None, gpus=self.gpus, processes=self.processes)
         if self.time is not None and not seconds_of(self.time):
             fix = "write it as Slurm does: 90 (minutes), 24:00:00 or 2-00:00:00"
-            raise ValueError(f"platform.time={self.time!r} is no time limit; {fix}")
+            raise ValueError(f"platform.time={self.time!r} is not a time limit; {fix}")
         if self.time is not None and (seconds_of(self.time) or 0) <= self.grace:
             what = f"platform.time={self.time} is not longer than platform.grace={self.grace} seconds"
             raise ValueError(f"{what}; give the job more time, or ranks less to save")
@@ -160,7 +160,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
                 raise ValueError(f"{what}; {_TAKEN[taken]}")
         for name, path in self.secrets.items():
             if not re.fullmatch(r"(/|~/)[^\x00-\x1f]+", path):
-                raise ValueError(f"platform.secrets.{name}={path!r} is no path; name the file that holds the value")
+                raise ValueError(f"platform.secrets.{name}={path!r} is not a path; name the file that holds the value")
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)

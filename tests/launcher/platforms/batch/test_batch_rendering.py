@@ -134,7 +134,7 @@ def found(settings: BatchPlatformConfig, **changes: Any) -> dict[str, Finding]:
         ({**L4, "spot": True, "reservation": "projects/p/zones/z/reservations/mine"}, "keep one"),
         ({**L4, "flex_start": True}, "max_seconds is not given"),
         ({**L4, "registry_username": SECRET}, "a login takes both"),
-        ({**L4, "zones": ["us-east1-b"]}, "us-east1-b, which is no zone of platform.location=us-central1"),
+        ({**L4, "zones": ["us-east1-b"]}, "us-east1-b, which is not a zone of platform.location=us-central1"),
         ({**L4, "tags": ["No Tag"]}, "tags.0"),
     ],
 )
@@ -161,7 +161,7 @@ def test_what_would_go_wrong_is_found_with_what_to_do(changes: dict[str, Any], c
 @pytest.mark.parametrize("setting", [{"secrets": {"KEY": "hunter2"}}, {"registry_password": "hunter2"}])
 def test_a_secret_s_value_is_not_shown_where_its_name_should_stand(setting: dict[str, Any]) -> None:
     given = {"kind": "batch", "project": "my-project", "location": "us-central1", **L4, **setting}
-    with pytest.raises(ConfigProblem, match="is no name of a secret") as caught:
+    with pytest.raises(ConfigProblem, match="is not the name of a secret") as caught:
         validated(RunConfig, {"platform": given}, where="run.yaml")
     assert "hunter2" not in str(caught.value)
 

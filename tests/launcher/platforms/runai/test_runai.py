@@ -198,7 +198,7 @@ def test_program_that_cannot_set_variables_is_found_beforehand(
 def test_names_and_phases_are_found_however_the_list_is_nested() -> None:
     text = '{"items": [{"meta": {"Name": "a", "Status": "Running"}}, {"x": {"workloadName": "b", "phase": "Failed"}}]}'
     assert phases_in(text) == {"a": "Running", "b": "Failed"}
-    with pytest.raises(PlatformUnreachable, match="no JSON"):
+    with pytest.raises(PlatformUnreachable, match="is not JSON"):
         phases_in("A new version is available!")
 
 
@@ -309,7 +309,7 @@ def test_what_the_application_may_not_do_is_a_login_problem_and_no_secret_is_tol
 
 
 def test_what_is_not_there_is_found_beforehand_and_refused(cluster: runai.Cluster, by_rest: Make, waiting: Job) -> None:
-    assert "platform.project=team is no project" in found(by_rest(project="team"), waiting)["runai.project"]
+    assert "platform.project=team is not a project" in found(by_rest(project="team"), waiting)["runai.project"]
     assert "there are: main" in found(by_rest(cluster="other"), waiting)["runai.project"]
     cluster.claims = {}
     here = by_rest()

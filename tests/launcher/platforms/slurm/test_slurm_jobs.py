@@ -144,7 +144,7 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"time": "a day"}, "no time limit"),
+        ({"time": "a day"}, "is not a time limit"),
         ({"time": "1", "grace": 60}, "not longer than platform.grace"),
         ({"gpus": 2, "processes": 4}, "ranks cannot share one"),
         ({"mounts": ["/scratch"]}, "set platform.container too"),
@@ -152,7 +152,7 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
         ({"options": ["licenses"]}, "--name=value"),
         ({"options": ["-Jother"]}, "--name=value"),
         *(({"options": [option]}, "would undo what the launcher sets or finds") for option in TAKEN.split()),
-        ({"secrets": {"TOKEN": "secret-value"}}, "is no path"),
+        ({"secrets": {"TOKEN": "secret-value"}}, "is not a path"),
         ({"roce_interface": "eth1"}, "means nothing to platform.network=plain"),
     ],
 )
