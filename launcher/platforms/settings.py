@@ -73,7 +73,7 @@ class PlatformSettings(Settings):
     processes: Count
     grace: Count
     usd_per_hour: float | None = Field(None, gt=0)
-    """The price of a node for an hour, in dollars; empty takes the list price of `machine`, where one is known."""
+    """The price of a node for an hour, in dollars; empty is the list price of `machine`, if there is one."""
 
     def open(self) -> Platform:
         """Return the platform with these settings. Its module is imported only here."""
@@ -165,7 +165,7 @@ class ClusterSettings(PlatformSettings):
     gate: Count = Field(60, ge=0, le=60)
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace: Count = Field(30, ge=1, le=3600)
-    """Seconds that ranks have to save when they are asked to leave."""
+    """Seconds that ranks have to save after the signal to end."""
 
     @property
     def node_gpus(self) -> int:

@@ -124,10 +124,10 @@ def machines(survey: Survey) -> Iterator[Finding]:
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     fit = reasons.pop("", 0)
     if fit >= settings.nodes:
-        yield info("machines", f"{fit} machines fit, {settings.nodes} are asked for")
+        yield info("machines", f"{fit} machines fit, {settings.nodes} are needed")
         return
     listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "there are no others"
-    what = f"only {fit} of {settings.nodes} machines are there ({listed})"
+    what = f"only {fit} of {settings.nodes} machines exist ({listed})"
     pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
     # Without GPUs: a machine reports them only after their driver is installed.
     room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
@@ -199,7 +199,7 @@ def _too_small(node: ApiObject, wanted: Amounts) -> str:
 def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
     """Check the description of the GKE API: can the node pools grow to enough machines?"""
     if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
-        yield info("machines", f"{what}; GKE makes the others when they are asked for")
+        yield info("machines", f"{what}; GKE creates the others on request")
         return
     most = {}
     for pool in described.node_pools:
@@ -249,7 +249,7 @@ def quotas(survey: Survey) -> Iterator[Finding]:
             needs, most = wanted[resource], _amount(allowed)
             free = max(most - _amount(used.get(resource, "0")), Decimal(0))
             allows, asks = _shown(resource, most), _shown(resource, needs)
-            what = f"quota {name} allows {allows} of {resource}, and the job asks for {asks}"
+            what = f"quota {name} allows {allows} of {resource}, but the job needs {asks}"
             if needs > most:
                 yield error("quota", what, fix)
             elif needs > free:

@@ -90,7 +90,7 @@ class ApiRefused(PlatformRefused):
     """The API server refuses a request; `message` is its own text."""
 
     def __init__(self, where: str, status: int, message: str) -> None:
-        super().__init__(f"{where} says no: {message}")
+        super().__init__(f"{where} refuses it: {message}")
         self.status, self.message = status, message
 
 
@@ -154,7 +154,7 @@ class Cluster:
         try:
             yield
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise PlatformUnreachable(f"{self.where} answers without what it was asked for: {error!r}") from error
+            raise PlatformUnreachable(f"{self.where} answers in an unexpected form: {error!r}") from error
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
         """Return the object, or None if it does not exist."""

@@ -102,7 +102,7 @@ class GkePlatform:
             most = spare_machines(self.cluster, self._settings, pod)
         except LauncherError:  # no permission to list machines, or no answer
             most = None
-        fix = "have the machine mended, or cordon it off (kubectl cordon NAME) and add another"
+        fix = "have the machine repaired, or cordon it off (kubectl cordon NAME) and add another"
         return most, f"{fix}; or take fewer platform.nodes"
 
     def _learn(self) -> None:
@@ -129,7 +129,7 @@ class GkePlatform:
             self._refuse_rivals(job, meta.get("labels", {}).get(RUN_LABEL))
             opposite = "Job" if kind == "JobSet" else "JobSet"
             if self.cluster.get(api.SENT[opposite], job.namespace, job.name) is not None:
-                what = f"a {opposite} {job} is there, and this would be a {kind}: two jobs would write over each other"
+                what = f"a {opposite} {job} exists, but this would be a {kind}: two jobs would write over each other"
                 raise PlatformRefused(what, fix="cancel it first")
             # The submission in the attempt's folder identifies the attempt while its pods are waiting.
             command = states.container_of(states.pod_of(workload))["command"]
@@ -191,10 +191,10 @@ class GkePlatform:
         found = stored["metadata"]
         if owners and owners[0]["uid"] not in states.owners_of(stored):
             fix = "remove it, or give the run another name"
-            raise PlatformRefused(f"{kind} {name} is there, and belongs to something else", fix=fix)
+            raise PlatformRefused(f"{kind} {name} exists, but belongs to something else", fix=fix)
         if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
             fix = "cancel it, or give the run another name"
-            raise PlatformRefused(f"{kind} {job} is there, and was made of something else", fix=fix)
+            raise PlatformRefused(f"{kind} {job} exists, but was made of something else", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:

@@ -30,7 +30,7 @@ LEAST_KUBERNETES = (1, 29)
 """Native sidecars are on by default (KEP-753), and pods know their index by a label."""
 
 _JOBSET = "0.10"
-"""The first JobSet version with onJobFailureMessagePatterns, which tell exit codes apart."""
+"""The first JobSet version with onJobFailureMessagePatterns, which distinguish exit codes."""
 _INJECTOR = "nri-device-injector"
 _NETWORKS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpu-bandwidth-gpudirect-tcpx"
 
@@ -200,7 +200,7 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
         wanted = pair.plugin if pair is not None else None
         if not installed:
             fix = f"{_apply(installer.manifest)}, or set platform.network_install=pod"
-            yield error("installer", f"no DaemonSet installs the plug-in of {network} on the nodes", fix)
+            yield error("installer", f"no DaemonSet installs the plugin of {network} on the nodes", fix)
         elif wanted not in installed.values():
             name, tag = next(iter(installed.items()))
             what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
@@ -303,7 +303,7 @@ def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Ite
         except api.ApiRefused as refusal:
             found = [replace(reason, what=f"{name}: {reason.what}") for reason in refusals(refusal.message, "gke")]
             if "onJobFailureMessagePatterns" in refusal.message:
-                what = f"its JobSet is older than {_JOBSET}: it cannot tell a preemption from a mistake in the program"
+                what = f"its JobSet is older than {_JOBSET}, which cannot distinguish preemptions from mistakes"
                 yield error("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
             elif not parts:
                 # `permissions` has reported the missing roles, all of them.

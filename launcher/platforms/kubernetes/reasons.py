@@ -47,7 +47,7 @@ def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
 # staging/src/k8s.io/pod-security-admission; the same from 1.30 to 1.36).
 _ADMISSION = (
     Phrase(r"exceeded quota: ([^,]+), requested: (.*?), used: (.*?), limited: ([^,]+(?:,[^,=]+=[^,]+)*)", "quota",
-           "the namespace's quota {0} has no room: {1} asked for, {2} in use, {3} allowed",
+           "the namespace's quota {0} has no room: {1} requested, {2} in use, {3} allowed",
            "have the quota raised, wait for other jobs to end, or ask for less (platform.nodes, cpus, memory)"),
     Phrase(r"failed quota: ([^:]+): must specify ([^;,]+(?:[;,] ?[^;,]+)*)", "quota",
            "the namespace's quota {0} lets in only pods that specify {1}",
@@ -120,7 +120,7 @@ _SCHEDULER = (
            "{0} machines have a taint that the pods do not tolerate",
            "`kubectl describe nodes` shows which; take it off, or take another platform.node_pool", "error"),
     Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
-           "no machine has the labels that are asked for",
+           "no machine has the requested labels",
            "compare platform.machine, node_pool, node_selector, reservation, spot, exclude_nodes and machines that the "
            "run avoids (restarts.exclude_after) with `kubectl get nodes --show-labels`"),
     Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
@@ -134,7 +134,7 @@ _SCHEDULER = (
     Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "claim", "{0}",
            "create it, or fix platform.claim", "error"),
     Phrase(r"((?:persistentvolumeclaim|PersistentVolume|persistent volume|volume zone|pv\(s\)|free storage|volume)"
-           r".*)", "volume", "the volume cannot be had where the machines are: {0}",
+           r".*)", "volume", "the machines cannot reach the volume: {0}",
            "`kubectl describe pvc` of platform.claim says why; take a claim whose volume every machine can reach"),
     Phrase(r"(cannot allocate all claims|resourceclaim.*|resource claim.*)", "claims",
            "no machine can give what the pod claims (DRA): {0}",
@@ -179,7 +179,7 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
             by = ", ".join(gates)
             if "kueue.x-k8s.io/topology" in gates:
                 by = "Kueue, which looks for machines close together"
-            findings.append(Finding("info", f"{_AREA}.gated", f"held back by {by}", "wait: it goes on by itself"))
+            findings.append(Finding("info", f"{_AREA}.gated", f"held back by {by}", "wait: it continues automatically"))
         elif unscheduled is not None:
             findings += unschedulable(unscheduled.get("message", ""))
         status = pod.get("status", {})
@@ -272,11 +272,11 @@ def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Ite
             name, why = admission["metadata"]["name"], evicted or {}
             what = f"Kueue has deactivated the job's Workload ({why.get('reason', '')}): {why.get('message', '')}"
             patch = f'kubectl patch workload {name} -n {job.namespace} --type=merge -p \'{{"spec":{{"active":true}}}}\''
-            yield Finding("error", f"{_AREA}.deactivated", what, f"it stays so until somebody activates it: {patch}")
+            yield Finding("error", f"{_AREA}.deactivated", what, f"activate it: {patch}")
             continue
         if evicted is not None:
             what = f"Kueue has taken the machines back ({evicted.get('reason', '')}): {evicted.get('message', '')}"
-            yield Finding("warning", f"{_AREA}.evicted", what, "it goes on by itself, from its last checkpoint")
+            yield Finding("warning", f"{_AREA}.evicted", what, "it continues automatically from its last checkpoint")
         unreserved = states.condition(admission, "QuotaReserved", "False")
         if evicted is None and unreserved is not None and states.condition(admission, "Admitted") is None:
             what = f"queue {queue}: {unreserved.get('message', '')}"

@@ -48,15 +48,15 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     in_cluster: bool = False
     """Use the service account of the pod that this runs in."""
     namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
-    """Namespace of the job; it must be there."""
+    """Namespace of the job, which must exist."""
     workload: Literal["auto", "jobset", "job"] = "auto"
-    """The kind of object: a JobSet, a plain Indexed Job with a Service, or a JobSet where the cluster knows them."""
+    """The kind of object: a JobSet, a plain Indexed Job with a Service, or, with `auto`, a JobSet if installed."""
     machine: str | None = None
     """Machine type (a3-highgpu-8g, g2-standard-48, …); empty: any node with the `gpus`, `cpus`, `memory` given here."""
     nodes: Count = Field(1, gt=0, le=4096)
     """The number of machines."""
     gpus: PositiveCount | None = None
-    """GPUs per node where no machine is named."""
+    """GPUs per node, if `machine` is empty."""
     cpus: str | None = Field(None, pattern=r"^[0-9]+(\.[0-9]+)?m?$")
     """CPU cores that each pod requests (`32`, `500m`)."""
     memory: str | None = Field(None, pattern=QUANTITY)
@@ -73,21 +73,21 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     network_policy: bool = True
     """Pods take connections from the other pods of their attempt alone, by a NetworkPolicy."""
     allow_sockets: bool = False
-    """Go on where NCCL turns out to use plain sockets instead of the network; otherwise such a run stops."""
+    """Continue if NCCL uses plain sockets instead of the network; otherwise such a run stops."""
     queue: str | None = Field(None, pattern=OBJECT_NAME)
     """Kueue LocalQueue that admits the job."""
     priority: str | None = Field(None, pattern=OBJECT_NAME)
-    """Kueue's WorkloadPriorityClass where there is a queue; else the pods' PriorityClass."""
+    """Kueue's WorkloadPriorityClass with a `queue`, otherwise the pods' PriorityClass."""
     topology: str | None = None
     """Keep the nodes together: block, subblock, host, or any label that is a level of Kueue's Topology."""
     topology_required: bool = False
     """Wait until the whole job fits into one such domain, rather than prefer it."""
     slice_nodes: PositiveCount | None = None
-    """Place so many nodes at a time into one subblock; A4X recipes take 16, of the 18 that share NVLink."""
+    """Number of nodes to place together in one subblock; A4X recipes take 16, of the 18 that share NVLink."""
     spot: bool = False
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: PositiveCount | None = None
-    """Dynamic Workload Scheduler: wait for all machines at once, for so many seconds of use."""
+    """Dynamic Workload Scheduler: seconds of use of all machines, which start together."""
     reservation: str | None = None
     """Only machines of this Compute Engine reservation."""
     service_account: str | None = Field(None, pattern=OBJECT_NAME)
@@ -96,9 +96,9 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     """User id of the training, and its group's; 0 is root, for images that cannot do without. Networks that need root
     have it anyway."""
     claim: str | None = Field(None, pattern=OBJECT_NAME)
-    """PersistentVolumeClaim that all nodes can write to, where the root is a folder."""
+    """PersistentVolumeClaim that all nodes can write to, for a root that is a folder."""
     claim_path: str = Field("/shared", pattern=r"^/")
-    """The folder where the claim is mounted; the root lies in it."""
+    """The folder where the claim is mounted, which contains the root."""
     secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
     image_pull_secrets: tuple[Annotated[str, Field(pattern=OBJECT_NAME)], ...] = ()

@@ -69,7 +69,7 @@ def test_quota_below_the_need_of_all_pods_is_an_error(bare: Cluster) -> None:
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     (news,) = found(bare).values()
     assert (news.code, news.severity) == ("gke.quota", "error")
-    assert news.what == "quota small allows 1 of pods, and the job asks for 2"
+    assert news.what == "quota small allows 1 of pods, but the job needs 2"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_too_few_machines_are_reported_with_the_unfit_ones(bare: Cluster) -> Non
     bare.add_nodes(1)
     news = found(bare, machine="a3-highgpu-8g", nodes=3)["gke.machines"]
     assert news.severity == "error"
-    assert "only 1 of 3 machines are there" in news.what
+    assert "only 1 of 3 machines exist" in news.what
     for why in ("with 4 GPUs of 8", "with the taint team=x", "without the label cloud.google.com/gke-accelerator"):
         assert f"1 {why}" in news.what
 
@@ -142,7 +142,7 @@ GROWING = pool("gpu", autoscaling={"enabled": True, "max_node_count": 2})
         ({"node_pools": [pool("gpu", initial_node_count=1)]}, 3, "gke.pools", "cannot give them (gpu: 2 at most)"),
         ({"node_pools": [GROWING]}, 5, "gke.pools", "cannot give them (gpu: 4 at most)"),
         ({"node_pools": [GROWING]}, 4, "gke.machines", "can grow to it (gpu: 4 at most)"),
-        ({"autopilot": {"enabled": True}}, 4, "gke.machines", "GKE makes the others"),
+        ({"autopilot": {"enabled": True}}, 4, "gke.machines", "GKE creates the others"),
     ],
 )
 def test_node_pools_are_checked_for_their_largest_size(

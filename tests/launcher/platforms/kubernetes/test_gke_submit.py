@@ -14,9 +14,9 @@ from launcher.job import JobState, Submission
 def test_submit_refuses_another_job_of_that_name(cluster: Cluster, tmp_path: Path) -> None:
     platform, second = gke(cluster, workload="jobset"), gke(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
-    with pytest.raises(PlatformRefused, match="demo-1-000000 is there, and was made of something else; cancel it"):
+    with pytest.raises(PlatformRefused, match="demo-1-000000 exists, but was made of something else; cancel it"):
         platform.submit(platform.render(job(tmp_path, env={"MORE": "1"})))
-    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1-000000 is there, and this would be a Job"):
+    with pytest.raises(PlatformRefused, match="a JobSet default/demo-1-000000 exists, but this would be a Job"):
         second.submit(second.render(job(tmp_path)))
     assert len(cluster.objects("jobsets")) == 1
 
@@ -60,7 +60,7 @@ def test_owned_objects_are_deleted_with_their_job(cluster: Cluster, tmp_path: Pa
 def test_submit_keeps_a_service_of_another_owner(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster, workload="job")
     cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
-    with pytest.raises(PlatformRefused, match="Service demo-1-000000 is there, and belongs to something else"):
+    with pytest.raises(PlatformRefused, match="Service demo-1-000000 exists, but belongs to something else"):
         platform.submit(platform.render(job(tmp_path)))
     until(lambda: not cluster.objects("jobs"))
     assert len(cluster.objects("services")) == 1
