@@ -1,13 +1,13 @@
-"""The tree of errors, the class (`FailureClass`) of each, and the exit codes that carry the classes out of a process.
+"""The tree of errors, the class (`FailureClass`) of each, and the exit code of each class.
 
 TrainLitgptError         unknown            1
-  UserError              user error         40   what was asked for cannot work, however often it is tried
-    Unreachable          user error         40   the Hub or a bucket cannot be asked from this machine
-  DataError              data error         41   a corpus, dataset or checkpoint is not what it says it is
+  UserError              user error         40   the request cannot work, however often it is tried
+    Unreachable          user error         40   the Hub or a bucket cannot be reached from this machine
+  DataError              data error         41   a corpus, dataset or checkpoint differs from its description
     TooLarge             data error         41   a file has more bytes than any of its kind, and is not read
-  NodeError              node fault         43   this machine is not fit for the job
+  NodeError              node fault         43   this machine cannot run the job
   NetworkError           network fault      44   the other nodes cannot be reached
-  Preempted              preempted          45   the machine was asked to leave; the state was saved before
+  Preempted              preempted          45   the machine had to leave; the state was saved before
   Hung                   hang               46   a rank gives no sign of life
   DiskFull               disk full          47   a disk, quota or file system has no room; the message has the bytes
   LauncherError          user error         40   the branch of the launching side: launcher.errors draws it
@@ -38,9 +38,9 @@ class FailureClass(StrEnum):
 
     exit_code: int
 
-    def __new__(cls, words: str, exit_code: int = 1) -> FailureClass:
-        fault = str.__new__(cls, words)
-        fault._value_, fault.exit_code = words, exit_code
+    def __new__(cls, name: str, exit_code: int = 1) -> FailureClass:
+        fault = str.__new__(cls, name)
+        fault._value_, fault.exit_code = name, exit_code
         return fault
 
     USER = "user error", 40
@@ -64,27 +64,27 @@ EXIT_CODES = {fault: fault.exit_code for fault in FailureClass}
 JOB_FAILURE_CLASSES = tuple(fault for fault in FailureClass if fault.exit_code < 50)
 """The classes that a node can end with; each has exactly one action (launcher.runs.diagnosis)."""
 
-# A user's own script may end with 50 and more: only a node's own codes say anything about a node.
+# A user's own script may end with 50 and more, so only a node's own codes count.
 _FAULTS = {fault.exit_code: fault for fault in JOB_FAILURE_CLASSES}
 
-# What GCP Batch says of tasks that it lost (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
+# GCP Batch's exit codes of lost tasks (https://cloud.google.com/batch/docs/troubleshooting#reserved-exit-codes).
 BATCH_CODES: dict[int, tuple[FailureClass, str]] = {
     50001: (FailureClass.PREEMPTED, "its Spot VM was taken away"),
     50002: (FailureClass.NODE, "its VM stopped reporting"),
     50003: (FailureClass.NODE, "its VM was rebooted"),
     50004: (FailureClass.NODE, "its VM does not answer"),
     50005: (FailureClass.USER, "it ran longer than it may"),
-    50006: (FailureClass.NODE, "its VM was made anew"),
+    50006: (FailureClass.NODE, "its VM was recreated"),
 }
 
 
 class TrainLitgptError(Exception):
-    """A known failure. `what` was given and why it cannot be, and the `fix`, what to do; `str()` has both."""
+    """A known failure: `what` is the problem with its reason, and `fix` the advice. `str()` has both."""
 
     fault: FailureClass = FailureClass.UNKNOWN
 
     def __init__(self, *args: object, fix: str = "", fault: FailureClass | None = None, no_retry: bool = False) -> None:
-        """`fault` is its class where the kind of error does not say it; see `mark_no_retry`."""
+        """`fault` replaces the class of this kind of error. For `no_retry` see `mark_no_retry`."""
         super().__init__(*args)
         self.fix = fix
         if fault is not None:
@@ -106,12 +106,12 @@ class TrainLitgptError(Exception):
 
 
 def mark_no_retry(error: BaseException) -> None:
-    """Mark an error of any kind: it was tried for as long as that can help, and nobody further up is to try again."""
-    vars(error)["no_retry"] = True  # it goes with the error to other processes
+    """Mark an error of any kind, so that no caller retries after all useful retries."""
+    vars(error)["no_retry"] = True  # other processes get it with the error
 
 
 def is_marked_no_retry(error: BaseException) -> bool:
-    """Return whether an error is marked so: the waits would multiply."""
+    """Return True if no caller may retry, because the waits would multiply."""
     return bool(vars(error).get("no_retry"))
 
 
@@ -152,17 +152,18 @@ class Hung(TrainLitgptError):
 
 
 def fault_of_exit_code(code: int) -> FailureClass:
-    """The class that an exit code stands for; a negative code is the signal that killed it (as `Popen.returncode`)."""
+    """Return the class of an exit code; a negative one is the signal that killed the process, as `Popen.returncode`."""
     if code < 0:
         return FailureClass.NODE
     if code in BATCH_CODES:
         return BATCH_CODES[code][0]
-    # Python itself and argparse end with 2 where the command line is wrong.
-    return FailureClass.USER if code == 2 else _FAULTS.get(code, FailureClass.UNKNOWN)
+    if code == 2:  # Python itself and argparse reject the command line
+        return FailureClass.USER
+    return _FAULTS.get(code, FailureClass.UNKNOWN)
 
 
 def one_line(error: BaseException | str) -> str:
-    """Return what another's error says, to go on inside a sentence of ours: on one line, no full stop, no secret."""
+    """Return the message of a foreign error for a sentence: on one line, without full stop and secrets."""
     return " ".join(redacted(str(error)).split()).rstrip(".")
 
 
@@ -170,12 +171,12 @@ _KINDS = {
     FailureClass.OUT_OF_MEMORY: "MemoryError OutOfMemoryError",
     FailureClass.NETWORK: "DistNetworkError DistStoreError BrokenPipeError ConnectionError ConnectionRefusedError "
     "ConnectionResetError TimeoutError",
-    # Mistakes in the program or its settings: they come back however often it is started.
+    # Mistakes in the program or its settings: each start repeats them.
     FailureClass.USER: "ArgumentError AssertionError AttributeError FileNotFoundError FloatingPointError ImportError "
     "IndentationError IndexError IsADirectoryError KeyError ModuleNotFoundError NameError NotADirectoryError "
     "NotImplementedError OverflowError PermissionError RecursionError SyntaxError TabError TypeError "
     "UnboundLocalError ValueError ZeroDivisionError",
-    # What readers of files say of bytes that are none of their kind.
+    # Errors of file readers about bytes of another format.
     FailureClass.DATA: "ArrowInvalid BadGzipFile BadZipFile JSONDecodeError LZMAError ReadError SafetensorError "
     "UnicodeDecodeError UnpicklingError",
 }
@@ -183,29 +184,28 @@ _BY_NAME = {name: fault for fault, names in _KINDS.items() for name in names.spl
     kind.__name__: kind.fault for kind in (UserError, DataError, DiskFull, NodeError, NetworkError, Preempted, Hung)
 }
 
-# A GPU that stops in the middle of a kernel or of a library's call. On many GPUs the machine is the likelier cause; a
+# A GPU that stops in the middle of a kernel or of a library's call. On many GPUs the machine is the likelier cause. A
 # mistake of the program does the same, but at the same step on every machine (launcher.runs.restarts).
-_GPU = (
+_GPU = re.compile(
     "an illegal memory access was encountered|an illegal instruction was encountered|unspecified launch failure"
     "|misaligned address|invalid program counter|cuda error: unknown error|cuda driver error"
     "|_status_execution_failed|_status_not_initialized|_status_internal_error|_status_mapping_error"
 )
 
-# Wording of torch 2.13, gloo, NCCL, CUDA's error strings and the C library, matched in lower case; each phrase is one
-# that their sources print. The first that is found counts.
-_PHRASES = {
+# Messages of torch 2.13, gloo, NCCL, CUDA and the C library in lower case, as in their sources. The first match counts.
+_MESSAGES = {
     FailureClass.OUT_OF_MEMORY: "out of memory|outofmemoryerror|can't allocate memory|cannot allocate memory"
     "|_status_alloc_failed|out of shared memory|unable to allocate shared memory",
-    # torch.save's zip writer says the last of a write that did not go through; its stream has forgotten the reason.
-    FailureClass.DISK_FULL: "no space left on device|disk quota exceeded|. unexpected pos ",
+    # torch.save's zip writer prints the last of these if a write failed; its stream has lost the reason.
+    FailureClass.DISK_FULL: r"no space left on device|disk quota exceeded|\. unexpected pos ",
     FailureClass.NODE: "uncorrectable ecc error|uncorrectable nvlink error|no cuda-capable device is detected"
-    "|cuda-capable device(s) is/are busy or unavailable|system not yet initialized|hardware stack error"
+    r"|cuda-capable device\(s\) is/are busy or unavailable|system not yet initialized|hardware stack error"
     "|driver/library version mismatch|input/output error|stale file handle|transport endpoint is not connected"
-    f"|is killed by signal|{_GPU}",
+    f"|is killed by signal|{_GPU.pattern}",
     FailureClass.DATA: "pytorchstreamreader failed|invalid magic number; corrupt file|magic bytes not found"
     "|ran out of input|unexpected eof",
     FailureClass.USER: "shapes cannot be multiplied|is invalid for input of size|must match the size of tensor"
-    "|must match the existing size|expected all tensors to be on the same device|error(s) in loading state_dict"
+    r"|must match the existing size|expected all tensors to be on the same device|error\(s\) in loading state_dict"
     "|does not require grad and does not have a grad_fn|expected to have finished reduction in the prior iteration"
     "|device-side assert triggered|detected mismatch between collectives",
     FailureClass.HANG: "watchdog caught collective operation timeout|ms for recv operation to complete"
@@ -214,13 +214,12 @@ _PHRASES = {
     "|broken pipe|remote process exited or there was a network error|ncclremoteerror|ncclsystemerror|distnetworkerror"
     "|distbackenderror|name or service not known|temporary failure in name resolution|no route to host",
 }
-_BY_PHRASE = {phrase: fault for fault, phrases in _PHRASES.items() for phrase in phrases.split("|")}
 
 
 def fault_of_exception(error: BaseException | str) -> FailureClass:
-    """The class of an exception raised in a worker, or of its text (`Name: message`) as torch's error file keeps it.
+    """Return the class of a worker's exception, or of its text (`Name: message`) in torch's error file.
 
-    The name of the class says most; else a phrase of the message, which for a lost peer is all there is.
+    The name of the exception counts first. Otherwise a phrase of the message decides, as for a lost peer.
     """
     if isinstance(error, TrainLitgptError):
         return error.fault
@@ -228,77 +227,88 @@ def fault_of_exception(error: BaseException | str) -> FailureClass:
     name = re.match(r"(?:\w+\.)*(\w+)(?::|\s*$)", text)
     if name and name[1] in _BY_NAME:
         return _BY_NAME[name[1]]
-    lower = text.lower()
-    return next((fault for phrase, fault in _BY_PHRASE.items() if phrase in lower), FailureClass.UNKNOWN)
+    for fault, phrases in _MESSAGES.items():
+        if re.search(phrases, text.lower()):
+            return fault
+    return FailureClass.UNKNOWN
 
 
 def is_gpu_error(text: str) -> bool:
-    """Return whether the text of an exception says that a GPU stopped in the middle of a program's work."""
-    return any(phrase in text.lower() for phrase in _GPU.split("|"))
+    """Return True if the text of an exception reports that a GPU stopped in the middle of a program's work."""
+    return _GPU.search(text.lower()) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFailure:
-    """The traces of one failed rank."""
+    """The evidence of one failed rank."""
 
     local_rank: int
     exit_code: int | None
-    """Negative is the signal that killed it; None where torchrun was killed before it could tell."""
+    """Negative is the signal that killed it; None if torchrun was killed before it wrote one."""
     message: str = ""
-    """The exception as `Name: message`; empty where the rank left none."""
+    """The exception as `Name: message`; empty if the rank wrote none."""
     traceback: tuple[str, ...] = ()
     """The last lines of its traceback or error output."""
     time: float
     """When it failed, seconds since the epoch; torchrun's own figures are whole seconds."""
     waits: bool = False
-    """True if it hung in a wait for the other ranks, as its stacks or its words show."""
+    """True if it hung in a wait for the other ranks, by its stacks or its message."""
     step: int | None = None
-    """The steps that it had done; None where it gave no sign of life."""
+    """The steps that it had done; None without a heartbeat."""
     held: bool = False
     """True if it hung because its process was stopped, or in a read or write of the kernel's that did not end."""
 
     @property
     def fault(self) -> FailureClass:
-        """Its class: by one of our own exit codes, else by its exception or what that came of, else by how it ended."""
+        """Its class: by one of our own exit codes, else by its exception or that one's cause, else by its exit code."""
         by_code = FailureClass.UNKNOWN if self.exit_code is None else fault_of_exit_code(self.exit_code)
         if self.exit_code in EXIT_CODES.values() and by_code is not FailureClass.UNKNOWN:
             return by_code
-        # The first that was raised comes first: what is raised of it may say less.
+        # The first exception of a traceback was raised first. Those that follow from it may be less specific.
         chain = [line for line in self.traceback if re.match(r"(?:\w+\.)*\w*(?:Error|Exception)(?::|$)", line)]
-        by_words = (fault_of_exception(words) for words in (self.message, *chain))
-        return next((fault for fault in by_words if fault is not FailureClass.UNKNOWN), by_code)
+        for line in (self.message, *chain):
+            fault = fault_of_exception(line)
+            if fault is not FailureClass.UNKNOWN:
+                return fault
+        return by_code
 
     @property
     def secondary(self) -> bool:
-        """Return True if it fell because another did: it lost a peer, or was stopped by its own torchrun."""
+        """True if another failure caused it: it lost a peer, or was stopped by its own torchrun."""
         return self.fault is FailureClass.NETWORK or (self.exit_code == -Signals.SIGTERM and not self.message)
 
     def __str__(self) -> str:
-        how = "ended" if self.exit_code is None else f"ended with exit code {self.exit_code}"
-        if self.exit_code is not None and self.exit_code < 0:
-            how = f"was killed by signal {-self.exit_code}"
-        return f"local rank {self.local_rank} {how} ({self.fault})" + (f": {self.message}" if self.message else "")
+        how = "ended"
+        if self.exit_code is not None:
+            how = f"ended with exit code {self.exit_code}"
+            if self.exit_code < 0:
+                how = f"was killed by signal {-self.exit_code}"
+        message = f": {self.message}" if self.message else ""
+        return f"local rank {self.local_rank} {how} ({self.fault}){message}"
 
 
 def root_cause(failures: Sequence[RankFailure]) -> RankFailure | None:
-    """The failure that explains the others: the earliest that is no secondary's and no wait's, else the earliest.
+    """Return the earliest failure that is neither a consequence of another nor a wait for one, else the earliest.
 
-    Within one second, which is as finely as torchrun tells, one that left a message comes before one that did not.
-    torchrun asks ranks to end once one has failed. So where all were ended by SIGTERM and told of no cause, one that
-    had nothing at all to tell got it from elsewhere, and was the first.
+    torchrun's times are whole seconds. Within one, a failure with a message comes first. If all ranks were ended by
+    SIGTERM, and some without a message, those got it from elsewhere and come first.
     """
-    if all(one.secondary and one.exit_code == -Signals.SIGTERM for one in failures):
-        failures = [one for one in failures if not one.message] or failures
-    return min(failures, key=lambda one: (one.secondary, one.waits, int(one.time), not one.message), default=None)
+    if all(failure.secondary and failure.exit_code == -Signals.SIGTERM for failure in failures):
+        failures = [failure for failure in failures if not failure.message] or failures
+
+    def order(failure: RankFailure) -> tuple[bool, bool, int, bool]:
+        return failure.secondary, failure.waits, int(failure.time), not failure.message
+
+    return min(failures, key=order, default=None)
 
 
 Severity = Literal["error", "unknown", "warning", "info"]
-"""`unknown` is what this machine could not look at. A plan goes on without it; a run needs to know, and is refused."""
+"""`unknown` could not be checked from this machine. A plan continues without it, but a run is refused."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found, and what to do about it."""
+    """The result of a check, and the advice."""
 
     severity: Severity
     code: str
@@ -306,25 +316,28 @@ class Finding:
     what: str
     fix: str = ""
     fault: FailureClass = FailureClass.USER
-    """The class of the failure that it foretells."""
+    """The class of the failure that would follow."""
 
     @classmethod
     def of(cls, error: Exception, code: str) -> Finding:
-        """Return the finding that an error is."""
+        """Return an error as a finding."""
         if isinstance(error, TrainLitgptError):
             return cls("error", code, error.what, error.fix, error.fault)
         return cls("error", code, str(error))
 
     @property
     def message(self) -> str:
-        """The finding for a reader who knows its severity."""
-        return f"[{self.code}] {self.what}" + (f" -> {self.fix}" if self.fix else "")
+        """The finding without its severity."""
+        fix = f" -> {self.fix}" if self.fix else ""
+        return f"[{self.code}] {self.what}{fix}"
 
     def __str__(self) -> str:
         return f"{self.severity} {self.message}"
 
 
 def fault_of_findings(findings: Iterable[Finding], *, severity: Severity = "error") -> FailureClass | None:
-    """Return the class of the failure that the findings of a severity foretell: first the user's, who can mend it."""
+    """Return the class of the findings of a severity: first the user's, because the user can fix it."""
     faults = {finding.fault for finding in findings if finding.severity == severity}
-    return FailureClass.USER if FailureClass.USER in faults else min(faults, default=None)
+    if FailureClass.USER in faults:
+        return FailureClass.USER
+    return min(faults, default=None)

@@ -1,4 +1,4 @@
-"""The addresses that a secret may be sent to, the client that holds to them, and texts that may repeat a secret."""
+"""Secrets: the addresses and the HTTP client that may get them, and their removal from texts and logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, _GeneratorContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
@@ -55,7 +55,7 @@ _SHORTEST = 6  # characters of a secret: shorter values are words
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine, whatever a name server says: `localhost` or an address, not 127.evil.example."""
+    """Return True if a host is this machine without a name server: `localhost` or an address."""
     try:
         return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
@@ -63,7 +63,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_protected(url: str) -> bool:
-    """Return True if nobody on the way can read what is sent to a URL: by https, or within this machine."""
+    """Return True if nobody can read the request to a URL on its way: by https, or within this machine."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -83,7 +83,7 @@ def protected_client(**settings: Any) -> httpx.Client:
             raise httpx.UnsupportedProtocol(f"{origin_of(request.url)} is not encrypted; https:// is needed")
 
     logging.getLogger("httpx").setLevel(logging.WARNING)  # else it logs every URL, and a signed one is a secret
-    # Plain HTTP is for this machine, which no proxy leads to. None stands for the client's own way, without one.
+    # Plain HTTP is for this machine, which no proxy reaches. None means no proxy.
     mounts = {"http://": None}
     return httpx.Client(event_hooks={"request": [refuse]}, mounts=mounts, follow_redirects=False, **settings)
 
@@ -95,25 +95,26 @@ def origin_of(url: httpx.URL | str) -> str:
 
 
 def redacted(text: str, *secrets: str) -> str:
-    """A text of another without these secrets, and without what has the form of one.
+    """Return a foreign text without these secrets, and without anything in the form of a secret.
 
-    An answer may repeat the request that it answers: a proxy's error page does, and many a validation message.
+    A response may repeat its request, as a proxy's error page and many validation messages do.
     """
     text = without(text, *secrets)
     lower = text.lower()
-    for pattern, replacement in _PATTERNS if any(hint in lower for hint in _HINTS) else ():
-        text = pattern.sub(replacement, text)
+    if any(hint in lower for hint in _HINTS):
+        for pattern, replacement in _PATTERNS:
+            text = pattern.sub(replacement, text)
     return text
 
 
 class Cleaner:
-    """Takes the secrets of this process's environment, and what has the form of one, out of what others will read."""
+    """Removes the secrets of this process's environment, and anything in the form of a secret."""
 
     def __init__(self) -> None:
         self._secrets = sorted(secrets_of(os.environ), key=len, reverse=True)
 
     def __call__(self, value: T) -> T:
-        """Return a text, or a JSON document with all its texts, without them."""
+        """Return a text, or a JSON document, without secrets."""
         clean: Any = value
         match value:
             case str():
@@ -126,7 +127,7 @@ class Cleaner:
 
 
 def without(text: str, *secrets: str) -> str:
-    """A text without these secrets, in any of the ways that requests write them, and otherwise as it is."""
+    """Return a text without these secrets, in every form in which requests write them."""
     for secret in filter(None, secrets):
         for written in _forms(secret):
             text = text.replace(written, HIDDEN)
@@ -138,7 +139,7 @@ def _forms(secret: str) -> set[str]:
 
 
 def secrets_of(environ: Mapping[str, str]) -> set[str]:
-    """The secrets in an environment: what its variables' names call so, line by line, and the passwords of its URLs."""
+    """Return the secrets of an environment: lines of variables with a secret's name, and passwords in URLs."""
     found = set[str]()
     for name, value in environ.items():
         if re.fullmatch(rf"{_NAMES}|\w*_KEY", name, re.IGNORECASE) and not value.startswith(("/", "~")):
@@ -150,43 +151,47 @@ def secrets_of(environ: Mapping[str, str]) -> set[str]:
 
 
 class Mask:
-    """Hides secrets, those given and what has the form of one, in the bytes of a log, which keeps its length.
+    """Masks secrets, and anything in the form of a secret, in the bytes of a log.
 
-    Positions in a log and in its masked copy are the same.
+    A masked copy has the same length and positions.
     """
 
     overlap = 8192
-    """Bytes: no secret is longer. So many at the end of a part of a line may be the beginning of one."""
+    """The most bytes of a secret, and so of its beginning at the end of an unfinished line."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         written = {form.encode().decode("latin-1") for secret in secrets for form in _forms(secret)}
-        # Where a writer was cut off, the beginning of a secret may end its file.
-        self._begun = sorted({form[:end] for form in written for end in range(_SHORTEST, len(form))}, key=len)[::-1]
+        # A file that was cut off may end with the beginning of a secret.
+        self._beginnings = sorted({form[:end] for form in written for end in range(_SHORTEST, len(form))}, key=len)[
+            ::-1
+        ]
         known = "|".join(map(re.escape, sorted(written, key=lambda form: (-len(form), form))))
         self._hints = [*_HINTS, *(form.lower() for form in written)]
         self._patterns = [re.compile(known)] if known else []
         self._patterns += [pattern for pattern, _ in _PATTERNS]
 
     def __call__(self, lines: bytes) -> bytes:
-        """Return lines with each secret masked; a line alone decides what is one in it."""
+        """Return lines with each secret masked; each line is searched separately."""
         return b"".join(self._line(line) for line in re.findall(rb"[^\r\n]+[\r\n]*|[\r\n]+", lines))
 
     def begin(self, text: bytes) -> tuple[bytes, bytes]:
-        """Split the text of a line that goes on: what can be written, masked, and what belongs before the text to come.
+        """Split the text of an unfinished line: a masked part to write, and a part to keep for the text that follows.
 
-        Of the latter, only a secret that begins in the former is masked. Another may go on in the text to come, and a
-        mask over its beginning would hide the rest from the patterns.
+        In the second part, only a secret that begins in the first is masked. Another secret may continue in the text
+        that follows, and a mask over its beginning would hide the rest from the patterns.
         """
         masked, end = self(text), max(0, len(text) - self.overlap)
-        begun = re.compile(rb"\**").match(masked, end)
-        after = begun.end() if begun else end
+        stars = re.compile(rb"\**").match(masked, end)
+        after = stars.end() if stars else end
         return masked[:end], masked[end:after] + text[after:]
 
     def last(self, line: bytes) -> bytes:
-        """Return the masked last line of a log, which nothing completes any more."""
+        """Return the masked last line of a log, which may end within a secret."""
         masked = self(line)
-        begun = next((form for form in self._begun if masked.endswith(form.encode("latin-1"))), "")
-        return masked[: len(masked) - len(begun)] + b"*" * len(begun)
+        for beginning in self._beginnings:
+            if masked.endswith(beginning.encode("latin-1")):
+                return masked[: len(masked) - len(beginning)] + b"*" * len(beginning)
+        return masked
 
     def _line(self, line: bytes) -> bytes:
         text = line.decode("latin-1")  # a character for each byte
@@ -198,7 +203,7 @@ class Mask:
         return text.encode("latin-1")
 
     def copy(self, source: Path, target: Path, *, cut: bool) -> bool:
-        """Copy a file masked; return whether all of it. With `cut`, the beginning of an unfinished line is left out."""
+        """Copy a file masked; return True if it is complete. With `cut`, an unfinished last line is not copied."""
         kept = b""
         with source.open("rb") as reading, target.open("wb") as writing:
             while block := reading.read(_BLOCK):
@@ -217,42 +222,47 @@ class Mask:
 _BLOCK = 2**20
 
 
-def _starred(found: re.Match[str]) -> str:
-    begin = found[1] if found.re.groups else ""
-    end = "@" if begin.endswith(":") and found[0].endswith("@") else ""
-    return begin + "*" * (len(found[0]) - len(begin) - len(end)) + end
+def _starred(match: re.Match[str]) -> str:
+    begin = match[1] if match.re.groups else ""
+    end = "@" if begin.endswith(":") and match[0].endswith("@") else ""
+    return begin + "*" * (len(match[0]) - len(begin) - len(end)) + end
 
 
 def translating(manager: Callable[P, Iterator[None]]) -> Callable[P, AbstractContextManager[None]]:
-    """`contextmanager` for one that raises errors of ours in place of others'.
-
-    contextlib's own frame, which a traceback would show, holds the other error, and that may repeat a secret.
-    """
-    return lambda *args, **named: _Translating(manager, args, named)  # type: ignore[arg-type]  # it is a generator
+    """Return a context manager like `contextmanager`'s, for a generator that raises our errors in place of others'."""
+    return lambda *args, **named: _Translating(contextmanager(manager)(*args, **named))
 
 
-class _Translating(_GeneratorContextManager[None]):
+class _Translating(AbstractContextManager[None]):
+    """Removes contextlib's frame from the traceback: it holds the other error, which may repeat a secret."""
+
+    def __init__(self, manager: AbstractContextManager[None]) -> None:
+        self._manager = manager
+
+    def __enter__(self) -> None:
+        self._manager.__enter__()
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> bool | None:
         try:
-            return super().__exit__(kind, error, trace)
+            return self._manager.__exit__(kind, error, trace)
         except BaseException as raised:
-            ours = raised.with_traceback(None)
+            translated = raised.with_traceback(None)
         del error, trace
-        raise ours
+        raise translated
 
 
 class Grant(BaseModel):
-    """The answer of a token service."""
+    """The response of a token service."""
 
     model_config = ConfigDict(hide_input_in_errors=True)
 
     token: SecretStr = Field(validation_alias=AliasChoices("token", "access_token", "accessToken"))
     expires: float | None = Field(None, validation_alias=AliasChoices("expires_in", "expiresIn"))
-    """Seconds that the token holds."""
+    """Seconds for which the token is valid."""
 
     @classmethod
     def read(cls, content: bytes) -> Grant | None:
-        """Return the grant that an answer holds, None where it holds none that a header can carry."""
+        """Return the grant in a response; None without a token that a header can carry."""
         try:
             grant = cls.model_validate_json(content)
         except ValidationError:

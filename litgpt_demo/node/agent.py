@@ -38,7 +38,7 @@ class TorchrunResult:
     """The end of torchrun; by default, of one that was not started."""
 
     exit_code: int = 0
-    asked: float | None = None
+    signalled_at: float | None = None
     """When SIGTERM or SIGINT came, seconds since the epoch."""
     host_ran_out_of_memory: bool = False
     failures: tuple[RankFailure, ...] = ()
@@ -60,7 +60,7 @@ class ShutdownState:
     """State that the signal handler and the waiting code share."""
 
     torchrun: subprocess.Popen[bytes] | None = None
-    asked: float | None = None
+    signalled_at: float | None = None
 
 
 def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
@@ -111,7 +111,7 @@ def run_ranks(
     failure = _watch(shutdown.torchrun, node, use)
     exit_code = shutdown.torchrun.wait()
     if exit_code == 0:
-        return TorchrunResult(asked=shutdown.asked)
+        return TorchrunResult(signalled_at=shutdown.signalled_at)
     kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
     killed = out_of_memory_kills() - kills_before
     failures, agent = read_failures(logs)
@@ -124,7 +124,7 @@ def run_ranks(
     folder_of_rank = {place * node.processes + local_rank: folder for local_rank, folder in folders.items()}
     return TorchrunResult(
         exit_code=exit_code,
-        asked=shutdown.asked,
+        signalled_at=shutdown.signalled_at,
         host_ran_out_of_memory=killed > 0,
         failures=tuple(failures),
         agent=agent,
@@ -182,8 +182,8 @@ def forward_signals(shutdown: ShutdownState, *, grace: int) -> None:
     """Forward SIGTERM and SIGINT to the ranks, so that they save and leave; kill them long after `grace` seconds."""
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        is_first = shutdown.asked is None
-        shutdown.asked = shutdown.asked or time.time()
+        is_first = shutdown.signalled_at is None
+        shutdown.signalled_at = shutdown.signalled_at or time.time()
         if shutdown.torchrun is None:
             raise Preempted("asked to leave before the ranks were started")
         if is_first:
@@ -238,7 +238,7 @@ def fault_of(result: TorchrunResult) -> FailureClass | None:
         is_killed = cause.exit_code == -signal.SIGKILL and cause.fault is FailureClass.NODE
         return FailureClass.OUT_OF_MEMORY if is_killed and result.host_ran_out_of_memory else cause.fault
     # Peers that leave together lose each other. The first event counts.
-    if result.asked is not None and (cause is None or cause.time >= int(result.asked)):
+    if result.signalled_at is not None and (cause is None or cause.time >= int(result.signalled_at)):
         return FailureClass.PREEMPTED
     if cause is not None:
         return cause.fault

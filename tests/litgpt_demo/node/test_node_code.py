@@ -191,7 +191,7 @@ def test_the_node_ends_with_the_class_of_what_happened_first(
     agent: str | None, oom: bool,
 ) -> None:  # fmt: skip
     ending = TorchrunResult(
-        exit_code=exit_code, asked=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom
+        exit_code=exit_code, signalled_at=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom
     )
     assert fault_of(ending) is expected
 
