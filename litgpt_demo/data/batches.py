@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -149,6 +149,11 @@ def validation_sources(dataset: TokenDataset, count: int) -> list[ValidationSour
         return [ValidationSource("", 1.0, draw(len(dataset)))]
     parts = zip(dataset.names, dataset.schedule.shares, dataset.parts, dataset.starts, strict=True)
     return [ValidationSource(name, share, draw(len(part)) + start) for name, share, part, start in parts]
+
+
+def weighted_mean(sources: Iterable[ValidationSource], losses: Iterable[float]) -> float:
+    """Return the validation loss of a mixture: the mean of its sources' losses, weighted by their shares."""
+    return sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
 
 
 def global_positions(step: int, batch: int) -> Positions:

@@ -2,7 +2,7 @@
 
 final/   litgpt/  huggingface/  MODEL_CARD.md  loss.png  lineage.json  manifest.json
 
-Here is what is said of them, without torch; `models` makes them.
+This module describes them, without torch; `models` makes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from litgpt_demo.training import checkpoints
 
 
 class Cost(Settings):
-    """The cost of all attempts of a run, as far as its nodes reported their ends; one that was killed did not."""
+    """The cost of all attempts of a run, as far as its nodes reported their ends. A killed node reports none."""
 
     hours: float
     """Hours of one machine."""
@@ -33,8 +33,9 @@ class Cost(Settings):
     def __str__(self) -> str:
         price, bad = self.price, self.unreadable
         cost = f"${self.usd:,.2f} or more: {self.hours:,.2f} hours of {price.machine} at ${price.usd:,.2f}"
-        left_out = f"; reports of nodes that could not be read, and are left out: {bad}" if bad else ""
-        return f"{cost}, {price.source}{left_out}"
+        if bad:
+            return f"{cost}, {price.source}; reports of nodes that could not be read, and are left out: {bad}"
+        return f"{cost}, {price.source}"
 
 
 class HuggingFaceProof(Settings):
@@ -47,13 +48,13 @@ class HuggingFaceProof(Settings):
     logits_difference: float
     """Largest difference between the checkpoint's logits and this model's, both in float32."""
     tokens: int
-    """The length of the samples of those logits; beyond a sliding window, where the model has one that is shorter."""
+    """The length of the samples of those logits; longer than a sliding window, if the model has one."""
     sample: str
     """The text that it wrote after the prompt, always taking the likeliest token."""
 
 
 class FinalManifest(Settings):
-    """The manifest of a collected model, with what was checked of it."""
+    """The manifest of a collected model, with the results of its proof."""
 
     run: str
     step: int
@@ -74,11 +75,11 @@ class FinalManifest(Settings):
     logits_tolerance: float
     """The largest difference that is accepted, for final/huggingface too."""
     huggingface: HuggingFaceProof | None
-    """None where there is no final/huggingface; `findings` says why."""
+    """None if there is no final/huggingface; `findings` has the reason."""
     findings: tuple[str, ...] = ()
     """Shortcomings, each with what to do."""
     cost: Cost | None = None
-    """None where the machines have no list price, as on this machine."""
+    """None if the machines have no list price, as on this machine."""
     prefix: tuple[str, ...] = ()
     """Tokens that the model's tokenizers put before a text, as the dataset has them there."""
     prompt: str
@@ -89,28 +90,30 @@ class FinalManifest(Settings):
 
 
 def exported(run: Storage) -> FinalManifest | None:
-    """The collected model of the run's newest checkpoint, if there is one and nobody has removed a file of it."""
-    manifest = whole_final(run)
-    gone_further = manifest and any(found.step > manifest.step for found in checkpoints.list_complete(run)[:1])
-    return None if gone_further else manifest
+    """Return the collected model of the run's newest checkpoint, if there is one and it is complete."""
+    manifest = complete_final(run)
+    if manifest is not None and any(newest.step > manifest.step for newest in checkpoints.list_complete(run)[:1]):
+        return None
+    return manifest
 
 
 def finished(run: Storage) -> FinalManifest | None:
-    """Return the collected model of a run that has ended; None if there is none, or it was collected on the way."""
+    """Return the collected model of a run that has ended; None if there is none, or it was collected before the end."""
     final = exported(run)
     return final if final is not None and final.complete else None
 
 
-def whole_final(run: Storage) -> FinalManifest | None:
-    """The manifest of whatever was collected last, if all of it is there."""
+def complete_final(run: Storage) -> FinalManifest | None:
+    """Return the manifest of the model collected last, if all its files exist."""
     final = run.within(FINAL)
     manifest = read_manifest(final, FinalManifest)
-    whole = manifest is not None and {record.path for record in manifest.files} <= set(final.list())
-    return manifest if whole else None
+    if manifest is None or not {record.path for record in manifest.files} <= set(final.list()):
+        return None
+    return manifest
 
 
 def summary_lines(final: FinalManifest) -> Iterator[str]:
-    """Yield what was collected and proved, a line each."""
+    """Yield a line for each thing that was collected and proved."""
     yield f"step {final.step}, {final.tokens:,} tokens, {final.parameters:,} parameters, {len(final.files)} files"
     yield (
         f"validation loss {final.validation_loss:.4f}, perplexity {final.perplexity:.2f}, "
@@ -123,14 +126,17 @@ def summary_lines(final: FinalManifest) -> Iterator[str]:
 
 
 def usage(run: str, final: FinalManifest, *, huggingface: bool) -> str:
-    """Return Python that lets the models of the run at this address write; "" is the folder that the card lies in.
+    """Return Python that generates text by the models of the run at this address; "" is the folder of the card.
 
-    No library opens a model in a bucket: there it begins with how to bring it here.
+    No library opens a model in a bucket: for one it begins with the download.
     """
     remote = bucket_path(run) is not None
-    # Into a folder that is there, so that the copy has the same name whatever was copied before.
-    lines = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."] if remote else []
-    folder = f"{FINAL}/" if remote else f"{run}/{FINAL}/" if run else ""
+    lines, folder = [], ""
+    if remote:
+        # Into a folder that exists, so that the copy has the same name whatever was copied before.
+        lines, folder = [f"# first, in a shell: gcloud storage cp --recursive {run}/{FINAL} ."], f"{FINAL}/"
+    elif run:
+        folder = f"{run}/{FINAL}/"
     litgpt, transformers = (f"{folder}{path.removeprefix(f'{FINAL}/')}" for path in (LITGPT, HUGGINGFACE))
     needs_eager = final.huggingface is not None and final.huggingface.attention == "eager"
     if not (huggingface and needs_eager):  # LitGPT's cache does not mask capped scores

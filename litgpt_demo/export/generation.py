@@ -1,4 +1,4 @@
-"""A run's model writes on: its collected model, or the newest checkpoint where it has gone further. Imports torch."""
+"""Text by a run's model: the collected one, or the newest checkpoint if that is further. Imports torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from litgpt_demo.training.checkpoint_reader import explain_unpickling_errors, lo
 class Writer:
     """A model and its tokenizer, in float32 on the GPU, or else on the CPU.
 
-    A UserError where nothing is saved yet, a DataError where a file is missing or not what its manifest says.
+    A UserError if nothing is saved yet, a DataError if a file is missing or differs from its manifest.
     """
 
     def __init__(self, run: Storage) -> None:
@@ -37,7 +37,8 @@ class Writer:
         fabric = Fabric(accelerator=kind, devices=1, precision="32-true")
         with tempfile.TemporaryDirectory(prefix="litgpt-generate-") as temporary:
             scratch = Path(temporary)
-            if (final := exported(run)) is not None:
+            final = exported(run)
+            if final is not None:
                 files = [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{LITGPT}/")]
                 folder = fetch_verified(run.within(FINAL), files, lambda: scratch) / LITGPT.removeprefix(f"{FINAL}/")
                 with fabric.init_module(empty_init=True):
@@ -61,17 +62,21 @@ class Writer:
         self._model.eval()
 
     def write(self, text: str, *, max_tokens: int, temperature: float, top_k: int, seed: int | None) -> Iterator[str]:
-        """Yield what the model writes after `text`, in pieces of whole characters, to the end of its document.
+        """Yield the model's continuation of `text`, in pieces of whole characters, to the end of its document.
 
-        No `text` begins a document. A temperature of 0 takes the likeliest token; the same `seed` writes the same text.
-        A UserError where the text leaves no room.
+        An empty `text` begins a document. A temperature of 0 takes the likeliest token; the same `seed` writes the same
+        text. A UserError if the text leaves no room.
         """
         model, tokenizer = self._model, self._tokenizer
         ids = tokenizer.encode(text).tolist() or [tokenizer.eos_id]
-        if len(ids) >= (room := model.config.block_size):
-            raise UserError(f"the text has {len(ids)} tokens, and the model sees {room}", fix="give it a shorter one")
-        torch.seed() if seed is None else torch.manual_seed(seed)
+        room = model.config.block_size
+        if len(ids) >= room:
+            raise UserError(f"the text has {len(ids)} tokens, but the model sees {room}", fix="give it a shorter one")
+        if seed is None:
+            torch.seed()
+        else:
+            torch.manual_seed(seed)
         decoder, length = DecodeStream(ids, skip_special_tokens=True), min(room, len(ids) + max_tokens)
-        how: Any = {"temperature": temperature, "top_k": top_k, "eos_id": tokenizer.eos_id}
-        for token in sampled(model, ids, length=length, **how):
+        options: Any = {"temperature": temperature, "top_k": top_k, "eos_id": tokenizer.eos_id}
+        for token in sampled(model, ids, length=length, **options):
             yield decoder.step(tokenizer.processor, token) or ""

@@ -1,6 +1,6 @@
-"""Making the models of a checkpoint, proving them and publishing them in the run's folder. Imports torch.
+"""Makes the models of a checkpoint, proves them and publishes them in the run's folder. Imports torch.
 
-Everything is made and proved aside, and moved to its place when it holds; the manifest comes last.
+Everything is made and proved in a scratch folder, and moved to its place afterwards; the manifest comes last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from litgpt_demo.data.dataset import open_dataset, stage
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import FileRecord, differences, fetch_verified, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import FinalManifest, exported, summary_lines, whole_final
+from litgpt_demo.export import FinalManifest, complete_final, exported, summary_lines
 from litgpt_demo.export.card import cost_of, write_card
 from litgpt_demo.export.proof import Texts, opened_by_litgpt, opened_by_transformers, probe_batch, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
@@ -41,20 +41,20 @@ from litgpt_demo.training.checkpoint_reader import files_of_weights
 from litgpt_demo.training.checkpoints import CheckpointManifest
 
 Report: TypeAlias = Callable[[str], None]
-"""Gets what is done from now on."""
+"""Gets the name of each phase when it begins."""
 
 
 def export(
     run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None,
     report: Report = lambda what: None,
 ) -> FinalManifest:  # fmt: skip
-    """Turn a checkpoint of the run into `final`, or find it done: the one at the run's end, of `step`, or the `newest`
-    that verifies. `await_end` is called when the models are proved, and returns when the job has ended, so that the
-    card tells all of it. A UserError where there is no such checkpoint; a DataError where it does not verify, or the
-    model loaded back differs from it."""
+    """Turn a checkpoint of the run into `final`, unless that is already done: the last one, of `step`, or the `newest`
+    that verifies. `await_end` is called when the models are proved, and returns when the job has ended: the card
+    describes all of it. A UserError if there is no such checkpoint; a DataError if it does not verify, or the model
+    loaded back differs from it."""
     spec = read_spec(run)
     with _workplace(run) as scratch:
-        done = whole_final(run)
+        done = complete_final(run)
         if done is not None and step is None and not newest and done.complete and exported(run) is not None:
             return _verify_existing(run, done)
         report("reading every byte of the checkpoint")
@@ -67,7 +67,8 @@ def export(
         await_end()
         report("writing final/")
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
-        if (done := whole_final(run)) is not None and done.step == chosen.step:
+        done = complete_final(run)
+        if done is not None and done.step == chosen.step:
             return _verify_existing(run, done)
         made = made.model_copy(update={"cost": cost_of(run)})
         folder, final = scratch / FINAL, run.within(FINAL)
@@ -81,56 +82,71 @@ def export(
 
 
 def _verify_existing(run: Storage, done: FinalManifest) -> FinalManifest:
-    """Return the model that is found done, every byte of it read again where that costs no download."""
+    """Return the collected model; of a local one every byte is read again."""
     final = run.within(FINAL)
     folder = final.local_path()
-    if folder is not None and (wrong := differences(folder, done.files)):
-        what = f"{final.address()} is not what its manifest says: {'; '.join(wrong)}"
-        raise DataError(what, fix="remove that folder and collect again")
+    if folder is not None:
+        problems = differences(folder, done.files)
+        if problems:
+            what = f"{final.address()} is not what its manifest says: {'; '.join(problems)}"
+            raise DataError(what, fix="remove that folder and collect again")
     return done
 
 
 def verified_checkpoint(
     run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
 ) -> tuple[CheckpointManifest, Path]:
-    """The checkpoint that is asked for, and a local folder with the files of its weights, every byte verified."""
-    damaged: list[str] = []
-    there = checkpoints.list_complete(run, on_damaged=lambda folder, error: damaged.append(str(error)))
-    steps = ", ".join(str(found.step) for found in reversed(there)) or "none"
-    if step is not None and not (there := [found for found in there if found.step == step]):
-        raise UserError(f"{run.address()} has no checkpoint of step {step}; there are: {steps}")
-    if not there and newest:
-        raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(damaged) or 'wait for its first one'}")
-    if step is None and not newest and not (there and checkpoints.reached_end(there[0], spec)):
+    """Return the requested checkpoint, and a local folder with the files of its weights, every byte verified."""
+    problems: list[str] = []
+    candidates = checkpoints.list_complete(run, on_damaged=lambda folder, error: problems.append(str(error)))
+    steps = ", ".join(str(candidate.step) for candidate in reversed(candidates)) or "none"
+    if step is not None:
+        candidates = [candidate for candidate in candidates if candidate.step == step]
+        if not candidates:
+            raise UserError(f"{run.address()} has no checkpoint of step {step}; there are: {steps}")
+    elif newest:
+        if not candidates:
+            raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(problems) or 'wait for its first one'}")
+    elif not candidates or not checkpoints.reached_end(candidates[0], spec):
+        reached = candidates[0].step if candidates else 0
         fix = f"run it again, it goes on from there, or collect what is there: --newest, or --step, one of {steps}"
-        raise UserError(f"{run.address()} has reached step {there[0].step if there else 0} of {spec.steps}", fix=fix)
+        raise UserError(f"{run.address()} has reached step {reached} of {spec.steps}", fix=fix)
+    if not newest:
+        candidates = candidates[:1]
+    shards = scratch / "shards"
 
-    def sound(found: CheckpointManifest, names: set[str]) -> Path | None:
+    def fetch_if_valid(candidate: CheckpointManifest, names: set[str]) -> Path | None:
+        path = checkpoints.folder_of(candidate.step)
         try:
-            records = [file for file in found.files if file.path in names]
-            return fetch_verified(run.within(checkpoints.folder_of(found.step)), records, lambda: scratch / "shards")
+            records = [file for file in candidate.files if file.path in names]
+            return fetch_verified(run.within(path), records, lambda: shards)
         except DataError as error:
-            damaged.append(str(error))
-            shutil.rmtree(scratch / "shards", ignore_errors=True)
-            if step is None and not newest:  # else the run would count as finished, and never train on
-                where = checkpoints.quarantine(run, checkpoints.folder_of(found.step), str(error))
-                damaged.append(f"it was moved to {where}; run it again, it trains on from the checkpoint before")
+            problems.append(str(error))
+            shutil.rmtree(shards, ignore_errors=True)
+            if step is None and not newest:  # else the run would count as finished, and never train further
+                address = checkpoints.quarantine(run, path, str(error))
+                problems.append(f"it was moved to {address}; run it again, it trains on from the checkpoint before")
         return None
 
-    for found in there if newest else there[:1]:
-        address = run.address(checkpoints.folder_of(found.step))
-        # Of a 7B model's 84 GB in a bucket two thirds are the optimizer's: they are not fetched.
-        if (folder := sound(found, {checkpoints.INDEX})) and sound(found, files_of_weights(folder, address=address)):
-            return found, folder
-    raise DataError("; ".join(damaged))
+    for candidate in candidates:
+        folder = fetch_if_valid(candidate, {checkpoints.INDEX})
+        if folder is not None:
+            address = run.address(checkpoints.folder_of(candidate.step))
+            # Two thirds of a 7B model's 84 GB are the optimizer's: they are not fetched from a bucket.
+            if fetch_if_valid(candidate, files_of_weights(folder, address=address)) is not None:
+                return candidate, folder
+    raise DataError("; ".join(problems))
 
 
 @contextmanager
 def _workplace(run: Storage) -> Iterator[Path]:
-    """On the run's own file system where it has one, so that finished files move instead of being copied; what a killed
-    collection left there goes. One collection of the run is there at a time."""
-    if (scratch := run.local_path(".scratch/collect")) is None:
-        # The folder of a node has the room for a dataset; its system's may be a few GB.
+    """Yield an empty folder: of a local run on its own file system, so that finished files are moved, not copied.
+
+    One collection of a local run works at a time.
+    """
+    scratch = run.local_path(".scratch/collect")
+    if scratch is None:
+        # A node's own folder has room for a dataset; its system's temporary folder may be a few GB.
         with tempfile.TemporaryDirectory(prefix="litgpt-collect-", dir=os.environ.get(NODE_DIRECTORY)) as folder:
             yield Path(folder)
         return
@@ -144,7 +160,7 @@ def _workplace(run: Storage) -> Iterator[Path]:
         yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        with suppress(OSError):  # a training may be at work in it
+        with suppress(OSError):  # a training may use it
             scratch.parent.rmdir()
         os.close(lock)
 
@@ -171,11 +187,12 @@ def make(
     report("writing the models for LitGPT and transformers")
     write_litgpt(weights, target / "lit_model.pth")
     save_config(config, target)
-    # No other file that lies there: LitGPT executes a lit_model.pth, and imports what a prompt_style.yaml names.
+    # No other file of that folder: LitGPT executes a lit_model.pth, and imports the class named by prompt_style.yaml.
     for path in (tokenizer / name for name in TOKENIZER_FILES):
         if path.is_file():
             shutil.copy(path, target)
-    if (model := huggingface_model(config)) is not None:
+    model = huggingface_model(config)
+    if model is not None:
         _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
     report("comparing it in LitGPT with the checkpoint")
     inputs = probe_batch(windows, config.sliding_window_size)
@@ -191,22 +208,25 @@ def make(
             report("comparing it in transformers with the checkpoint")
             proof = opened_by_transformers(target, own=own, texts=texts)
         except (DataError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-            # LitGPT's is proved by now, and a training is not lost because another library cannot say the same.
+            # LitGPT's model is proved already: a training is not lost because another library computes differently.
             shutil.rmtree(target)
             what = f"as {model.fields['architectures'][0]} it is not the checkpoint's model: {error}"
             shortcoming = f"{what}; use {LITGPT}, and report this with the run's {CONFIG}"
-    findings = (f"there is no {HUGGINGFACE}: {shortcoming}",) if shortcoming else ()
-    return final.model_copy(update={"huggingface": proof, "findings": findings})
+    findings = [f"there is no {HUGGINGFACE}: {shortcoming}"] if shortcoming else []
+    return final.model_copy(update={"huggingface": proof, "findings": tuple(findings)})
 
 
 def huggingface_of(run: Storage, step: int, scratch: Path) -> Path:
-    """Write the checkpoint of a step as a folder for Hugging Face, which nothing proves; return it. Errors are those of
-    `export`, and a UserError where transformers has no such architecture."""
+    """Write the checkpoint of a step as a folder for Hugging Face, without a proof, and return it.
+
+    Raises the errors of `export`, and a UserError if transformers has no such architecture.
+    """
     spec = read_spec(run)
     _, shards = verified_checkpoint(run, spec, scratch, step=step, newest=False)
     folder = stage(spec.dataset, scratch / "dataset", train=False)
     dataset = open_dataset(str(folder))
-    if (model := huggingface_model(litgpt_config(spec.model, vocab_size=dataset.vocab_size))) is None:
+    model = huggingface_model(litgpt_config(spec.model, vocab_size=dataset.vocab_size))
+    if model is None:
         raise UserError("transformers has no architecture that computes what this model does", fix="ask no scores")
     weights, target = Weights(shards, run.address(checkpoints.folder_of(step))), scratch / HUGGINGFACE
     _write_huggingface(weights, model, folder / "tokenizer", dataset.end_of_text, target)
@@ -229,10 +249,11 @@ def _write_huggingface(
     shutil.copy(tokenizer / "tokenizer.json", target)
     path = tokenizer / "tokenizer_config.json"
     fix = f"verify the dataset: train-litgpt verify {tokenizer.parent}"
-    said = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
-    # This class takes tokenizer.json as it is; others build a tokenizer of their own from the vocabulary in it.
+    stored = parse_json(path.read_bytes(), dict[str, Any], where=str(path), fix=fix)
+    # This class uses tokenizer.json unchanged; others build a tokenizer of their own from the vocabulary in it.
     fast = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.fields["max_position_embeddings"]}
-    kept = {name: value for name, value in said.items() if name not in {"auto_map", "add_bos_token", "add_eos_token"}}
+    dropped = {"auto_map", "add_bos_token", "add_eos_token"}
+    kept = {name: value for name, value in stored.items() if name not in dropped}
     write("tokenizer_config.json", kept | fast)
 
 
@@ -252,7 +273,7 @@ def main(argv: Sequence[str]) -> int:
         if lines is not None:
             lines.get()
 
-    if lines is not None:  # what is imported only when the models are proved
+    if lines is not None:  # import already what the proof needs
         from matplotlib.backends import backend_agg  # noqa: F401
         from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
     await_word()

@@ -1,6 +1,6 @@
-"""The proof: a model that was written is opened as its users will, and held against the trainer's own on one batch.
+"""The proof: a written model is opened as its users will open it, and compared with the trainer's own on one batch.
 
-All in float32 on the CPU, one model in memory at a time.
+All is in float32 on the CPU, with one model in memory at a time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from torch import Tensor
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import validation_sources
+from litgpt_demo.data.batches import SampleIds, validation_sources, weighted_mean
 from litgpt_demo.data.dataset import TokenDataset
 from litgpt_demo.errors import DataError
 from litgpt_demo.export import FinalManifest, HuggingFaceProof
@@ -33,12 +33,12 @@ from litgpt_demo.runs import CONFIG, HUGGINGFACE, LITGPT
 from litgpt_demo.training.checkpoint_reader import explain_unpickling_errors, load_weights
 from litgpt_demo.training.checkpoints import CheckpointManifest, reached_end
 
-# Two ways to add up the same float32 products differ by less than this share of the largest logit. LitGPT's own model
-# computes what the trainer's does, to the bit; transformers' differs by about 1e-6.
+# Two ways to add the same float32 products differ by less than this share of the largest logit. LitGPT's own model
+# computes the same bits as the trainer's; transformers' differs by about 1e-6.
 _RELATIVE = 1e-4
 
-# The trainer evaluates in its own precision, collection in float32. Further apart than this share, or this much where
-# the loss is small, it is not the model that was trained.
+# The trainer evaluates in its own precision, collection in float32. If the losses differ by more than this share, or by
+# this much if they are small, it is not the trained model.
 _LOSS_TOLERANCE = 0.05
 
 _PROBE_SAMPLES, _PROBE_TOKENS = 2, 256
@@ -47,22 +47,24 @@ _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
 def probe_batch(validation: TokenDataset, window: int | None) -> Tensor:
-    """The fixed batch: the beginnings of the validation split's first samples, the same ones in every run on it.
+    """Return the fixed batch: the beginnings of the validation split's first samples.
 
-    Where attention has a sliding window, it is one sample that leaves the window behind, if the model's are so long.
+    For attention with a sliding window, it is one sample that is longer than the window, if the model's are.
     """
-    samples, tokens = (_PROBE_SAMPLES, _PROBE_TOKENS) if window is None else (1, max(_PROBE_TOKENS, 2 * window + 16))
+    samples, tokens = _PROBE_SAMPLES, _PROBE_TOKENS
+    if window is not None:
+        samples, tokens = 1, max(_PROBE_TOKENS, 2 * window + 16)
     numbers = np.arange(min(samples, len(validation)), dtype=np.uint64)
     return torch.from_numpy(validation.read(numbers)[0][:, :tokens].copy())
 
 
 @torch.no_grad()
 def last_logits(model: Any, head: Any, inputs: Tensor) -> Tensor:
-    """Return a model's logits of the last tokens of `inputs`, of which its `head` sees no other: all logits of a long
+    """Return a model's logits of the last tokens of `inputs`. Its `head` gets no other tokens: all logits of a long
     sample could take more memory than the model."""
     with head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, -_PROBE_TOKENS:],)):
-        found = model.eval()(inputs)
-    logits: Tensor = getattr(found, "logits", found)
+        output = model.eval()(inputs)
+    logits: Tensor = getattr(output, "logits", output)
     return logits
 
 
@@ -75,9 +77,9 @@ def tolerance(own: Tensor) -> float:
     return _RELATIVE * max(1.0, float(own.abs().max()))
 
 
-def largest_difference(own: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of a logit; NaN where one is not finite."""
-    return float((own - other).abs().max())
+def largest_difference(own: Tensor, logits: Tensor) -> float:
+    """Return the largest absolute difference of a logit; NaN if one is not finite."""
+    return float((own - logits).abs().max())
 
 
 @torch.no_grad()
@@ -93,17 +95,17 @@ def trainer_logits(config: Config, shards: Path, inputs: Tensor) -> Tensor:
 
 
 def _trim_malloc() -> None:
-    """Return to the system what models took that are gone: the allocator would keep it next to the next model."""
+    """Return the memory of deleted models to the system: the allocator would keep it next to the next model."""
     gc.collect()
     with suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Texts:
-    """The texts of a batch, with the ids that a tokenizer has to give them: those that the dataset has."""
+    """The texts of a batch, with the ids of the dataset, which every tokenizer must give them."""
 
     def __init__(self, tokenizer: Path, inputs: Tensor) -> None:
-        """Of the dataset's tokenizer.json. A DataError where it puts ids before a text that its dataset has not."""
+        """Read the dataset's tokenizer.json; a DataError if it puts ids before a text that the dataset lacks."""
         self.tokenizer, self.inputs = HfTokenizer.from_file(str(tokenizer)), inputs
         prefix = self.tokenizer.encode("").ids
         if inputs[0, : len(prefix)].tolist() != prefix:
@@ -112,12 +114,21 @@ class Texts:
         self.prefix = tuple(self.tokenizer.id_to_token(number) for number in prefix)
 
     def require_ids(self, encode: Callable[[str], Any], name: str) -> None:
-        """Compare the ids of `encode`, special ones included; a DataError where they differ."""
+        """Compare the ids of `encode`, with the special ones; a DataError if they differ."""
         for row in self.inputs.tolist():
-            # LitGPT takes an end-of-text from the ends of a text, where somebody may have written about it.
+            # LitGPT removes an end-of-text from the ends of a text, which may be about it.
             text = f"a {self.tokenizer.decode(row)} a"
             if list(encode(text)) != self.tokenizer.encode(text).ids:
                 raise DataError(f"the tokenizer of {name} gives other ids than the dataset's")
+
+
+def _losses(model: Any, validation: TokenDataset, numbers: SampleIds) -> list[float]:
+    """Return the loss of each of these samples."""
+    losses = []
+    for number in numbers:
+        batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
+        losses.append(float(chunked_cross_entropy(model(batch), targets)))
+    return losses
 
 
 @torch.no_grad()
@@ -131,11 +142,11 @@ def opened_by_litgpt(
 ) -> FinalManifest:
     """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
 
-    Returns what it has shown; Hugging Face's model and the files are yet to be told.
+    Returns the manifest, without Hugging Face's model and the files.
     """
     from litgpt import LLM
 
-    # Maps the file and reads none of the weights. LitGPT 0.5 executes what else is in it, whatever torch is told.
+    # Maps the file and reads no weights. LitGPT 0.5 executes pickled code in it, whatever torch's settings are.
     with explain_unpickling_errors(str(folder)):
         torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     llm: Any = LLM.load(str(folder), distribute=None)
@@ -147,22 +158,19 @@ def opened_by_litgpt(
     if not difference <= allowed:
         what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
         raise DataError(what, fix=fix)
-    # As many samples as the trainer's at that step, whatever the setting is today; fewer of a large model.
     parameters = sum(weight.numel() for weight in llm.model.parameters())
+    # As many samples as the trainer evaluated at that step, whatever the setting is now; fewer of a large model.
     trainers_windows = min(checkpoint.evaluation_windows or spec.train.evaluation_windows, len(validation))
     sources = validation_sources(validation, trainers_windows)
     affordable = int(_FORWARD_FLOPS / (2 * parameters * validation.length)) // len(sources)
     windows = max(1, min(trainers_windows, affordable))  # of each source
-    loss, trainers, seen = 0.0, checkpoint.validation_loss, 0
-    for source in sources:
-        losses = list[float]()
-        for number in source.sample_ids[:windows]:
-            batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))
-            losses.append(float(chunked_cross_entropy(llm.model(batch), targets)))
-        loss, seen = loss + source.share * fmean(losses), seen + len(losses)
-    same_samples = windows >= trainers_windows
-    if trainers is not None and same_samples and not abs(loss - trainers) <= _LOSS_TOLERANCE * max(1.0, trainers):
-        raise DataError(f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers:.4f}", fix=fix)
+    losses = [_losses(llm.model, validation, source.sample_ids[:windows]) for source in sources]
+    loss = weighted_mean(sources, map(fmean, losses))
+    trainers_loss = checkpoint.validation_loss
+    if trainers_loss is not None and windows >= trainers_windows:
+        if not abs(loss - trainers_loss) <= _LOSS_TOLERANCE * max(1.0, trainers_loss):
+            what = f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers_loss:.4f}"
+            raise DataError(what, fix=fix)
     room = llm.config.block_size
     # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
     # LitGPT's own `generate`, which the card shows, takes no prompt that is longer than a window.
@@ -171,8 +179,8 @@ def opened_by_litgpt(
     torch.manual_seed(0)
     new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
     ids = llm.preprocessor.encode(prompt).tolist()[: room - 1]
-    how: Any = {"temperature": 0.8, "top_k": 50, "eos_id": llm.preprocessor.tokenizer.eos_id}
-    written = [*sampled(llm.model, ids, length=min(room, len(ids) + new), **how)]
+    options: Any = {"temperature": 0.8, "top_k": 50, "eos_id": llm.preprocessor.tokenizer.eos_id}
+    written = [*sampled(llm.model, ids, length=min(room, len(ids) + new), **options)]
     sample = str(llm.preprocessor.decode(torch.tensor(written)))
     del llm
     _trim_malloc()
@@ -185,8 +193,8 @@ def opened_by_litgpt(
         dataset_key=checkpoint.dataset_key,
         validation_loss=loss,
         perplexity=perplexity(loss),
-        validation_windows=seen,
-        trainer_validation_loss=trainers,
+        validation_windows=sum(map(len, losses)),
+        trainer_validation_loss=trainers_loss,
         logits_difference=difference,
         logits_tolerance=allowed,
         huggingface=None,
@@ -205,15 +213,16 @@ def opened(folder: Path, **settings: Any) -> Any:
     model, info = loader.from_pretrained(
         folder, **settings, local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
-    if wrong := {kind: sorted(map(str, names)) for kind, names in info.items() if names}:
-        raise DataError(f"transformers opened it with {wrong}")
+    problems = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+    if problems:
+        raise DataError(f"transformers opened it with {problems}")
     return model
 
 
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, texts: Texts) -> HuggingFaceProof:
-    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare both with the trainer's `own` logits and the
-    dataset's ids, and let it write. A DataError where tensors, logits or the tokenizer's ids differ."""
+    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and the dataset's ids, and
+    let it write. A DataError if tensors, logits or the tokenizer's ids differ."""
     import transformers
 
     inputs = texts.inputs

@@ -1,6 +1,6 @@
-"""Weights on their way from a checkpoint's shards into other files, a transformer block at a time.
+"""Copies the weights of a checkpoint's shards into other files, a transformer block at a time.
 
-No more than one block is in memory, however large the model: what needs the whole model in memory is opening it.
+At most one file of SHARD_BYTES and one block are in memory, however large the model. Only opening it needs all of it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from litgpt.utils import incremental_save
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -20,11 +22,10 @@ from litgpt_demo.models.huggingface import Rename, Tensors
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training.checkpoint_reader import WEIGHTS, load_weights, read_index
 
-# Hugging Face's own limit: a file of this size can be fetched again when a download is cut short.
 SHARD_BYTES = 5_000_000_000
+"""Hugging Face's own limit: a file of this size can be fetched again when a download is cut short."""
 
 _BLOCK = re.compile(r"transformer\.h\.\d+\.")
-_DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class Weights:
@@ -47,56 +48,41 @@ class Weights:
 
     @property
     def blocks(self) -> list[list[str]]:
-        """The names, those of one transformer block together."""
-        places = {name: found[0] if (found := _BLOCK.match(name)) else name for name in self.forms}
-        return [list(names) for _, names in groupby(sorted(self.forms, key=places.__getitem__), places.__getitem__)]
+        """The names of each transformer block, and of each other weight."""
+
+        def block_of(name: str) -> str:
+            match = _BLOCK.match(name)
+            return match[0] if match else name
+
+        return [list(names) for _, names in groupby(sorted(self.forms, key=block_of), block_of)]
 
     def read(self, names: list[str]) -> Tensors:
-        """These with their content."""
+        """Return these weights with their content."""
         tensors = {name: torch.empty_like(self.forms[name], device="cpu") for name in names}
         load_weights(self.shards, tensors, address=self._address)
         return tensors
 
 
 def write_litgpt(weights: Weights, path: Path) -> None:
-    """Write what `torch.load` reads as a state dict."""
+    """Write a state dict for `torch.load`."""
     with translate_os_errors(str(path), needed=weights.size), incremental_save(path) as saver:
         tensors = (named for names in weights.blocks for named in weights.read(names).items())
         saver.save({name: saver.store_early(tensor) for name, tensor in tensors})
 
 
 def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
-    """Write the weights under other names, in files of about SHARD_BYTES with an index where one does not suffice.
-
-    The format is a header's length in 8 bytes, the header in JSON, and the tensors one after another
-    (https://github.com/huggingface/safetensors#format). Its own library writes a file from tensors that are all there.
-    """
-    files: list[list[tuple[list[str], Tensors]]] = []  # the blocks of each, with the forms of what they become
-    size = SHARD_BYTES
-    for names in weights.blocks:
-        forms = rename({name: weights.forms[name] for name in names})
-        more = sum(form.nbytes for form in forms.values())
-        if size + more > SHARD_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append((names, forms))
-        size += more
-    where: dict[str, str] = {}
-    for number, blocks in enumerate(files, 1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for out, form in (item for _, forms in blocks for item in forms.items()):
-            start, end, where[out] = end, end + form.nbytes, name
-            header[out] = {"dtype": _DTYPES[form.dtype], "shape": list(form.shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that what follows is aligned
-        with translate_os_errors(str(folder / name), needed=end), (folder / name).open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for names, forms in blocks:
-                for out, tensor in rename(weights.read(names)).items():
-                    assert (tensor.shape, tensor.dtype) == (forms[out].shape, forms[out].dtype)
-                    file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    if len(files) > 1:
-        index = {"metadata": {"total_size": weights.size}, "weight_map": where}
+    """Write the weights under other names, in files of at most SHARD_BYTES, with an index if there are several."""
+    blocks = [(names, rename({name: weights.forms[name] for name in names})) for names in weights.blocks]
+    forms = {name: form for _, renamed in blocks for name, form in renamed.items()}
+    split = split_torch_state_dict_into_shards(forms, max_shard_size=SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        tensors: Tensors = {}
+        for block, renamed in blocks:
+            if not renamed.keys().isdisjoint(names):
+                tensors |= rename(weights.read(block))
+        content = {name: tensors[name].contiguous() for name in names}
+        with translate_os_errors(str(folder / file), needed=sum(tensor.nbytes for tensor in content.values())):
+            save_file(content, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from litgpt_demo import timeouts
-from litgpt_demo.data.batches import MixtureDataset, global_positions, rank_slice, validation_sources
+from litgpt_demo.data.batches import MixtureDataset, global_positions, rank_slice, validation_sources, weighted_mean
 from litgpt_demo.optimizers import set_learning_rate
 from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.training.setup import Training, read_samples, to_device
@@ -202,5 +202,5 @@ def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]
     if fabric.world_size > 1:
         dist.all_reduce(sums)
     losses = [total / len(source.sample_ids) for total, source in zip(sums.tolist(), sources, strict=True)]
-    mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
-    return mean, {source.name: loss for source, loss in zip(sources, losses, strict=True) if source.name}
+    by_source = {source.name: loss for source, loss in zip(sources, losses, strict=True) if source.name}
+    return weighted_mean(sources, losses), by_source

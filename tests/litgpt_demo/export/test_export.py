@@ -217,7 +217,7 @@ def test_a_run_writes_on_by_its_collected_model_or_its_newest_checkpoint_the_sam
     drawn = [cli("generate", run, *short, "--seed", seed).out for seed in "112" for run in where.values()]
     assert len(set(drawn[:6])) == 1 != len(set(drawn[3:]))  # of no text it begins a document
     said = cli("generate", str(finished), corpus.read_text()[:9000])
-    assert (said.code, said.out, "tokens, and the model sees 32; give it a shorter one" in said.err) == (40, "", True)
+    assert (said.code, said.out, "tokens, but the model sees 32; give it a shorter one" in said.err) == (40, "", True)
     said = cli("generate", str(new_run("new")), text)
     assert (said.code, said.out, "has no checkpoint yet; wait" in said.err) == (40, "", True)
     other, config = Path(shutil.copytree(tiny_dataset, tmp_path / "d")), finished_copy / "config.json"

@@ -193,6 +193,7 @@ def test_weights_keep_their_precision_and_their_bits_in_as_many_files_as_the_lim
     assert all(torch.equal(written[name], value) for name, value in model.state_dict().items())
     folder = exported(weights, found, tmp_path / "huggingface")
     assert len(list(folder.glob("*.safetensors"))) > 1
+    assert max(path.stat().st_size for path in folder.glob("*.safetensors")) < 150_000
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
