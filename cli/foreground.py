@@ -40,7 +40,7 @@ from launcher.config import RunConfig
 from launcher.curves import summary
 from launcher.events import TRAINING_STEPS, TRIAL, Event, JobChanged, Listener, Step
 from launcher.formatting import duration_text
-from launcher.runs.attempts import Attempts, cancel_each, opening_beside
+from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
 
 T = TypeVar("T")
@@ -378,8 +378,8 @@ class _Departure:
     def _cancel_one(self, job: JobChanged) -> bool:
         problems: list[Any] = []
         try:
-            attempts = Attempts(index=Index.of(job.root), run=job.run, open=opening_beside(job.platform))
-            problems += cancel_each([attempts], tell=lambda what: self._say(f"  {escape(what)}"))[1]
+            attempts = Attempts(index=Index.of(job.root), run=job.run, open_platform=platform_opener(job.platform))
+            problems += cancel_all([attempts], log=lambda what: self._say(f"  {escape(what)}"))[1]
         except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
             problems.append(error)
         if not problems and any(one.job_id == job.job_id and one.phase == "submitting" for one in self._tracker.jobs):

@@ -45,7 +45,7 @@ from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
 from launcher.runs import waiting
-from launcher.runs.attempts import Attempts, cancel_each
+from launcher.runs.attempts import Attempts, cancel_all
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.listing import (
     Target,
@@ -689,7 +689,7 @@ def cancel(
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
     found = target_of(target, overrides, profile, root)
     found.index.request_cancel(found.name)
-    cancelled, problems = cancel_each(found.attempts, tell=_print_notes)
+    cancelled, problems = cancel_all(found.attempts, log=_print_notes)
     unread = f"a record that may be of a trial of {found.name} cannot be read"
     problems += [DataError(f"{unread}: {why}") for why in found.damaged]
     lost = {run: lost_steps(found.storage(run)) for run in cancelled}

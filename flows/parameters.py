@@ -40,7 +40,7 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.config import AnyConfig, PlatformConfig, RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
-from launcher.runs.attempts import Attempts, cancel_each, opening_beside
+from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
 from litgpt_demo.config import INTEGERS, Settings, bounded
 from litgpt_demo.documents import first_problem
@@ -172,17 +172,17 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     that is another flow run's is left alone.
     """
     logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
-    index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
+    index, beside = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
     mine: list[Attempts] = []
     unread: list[TrainLitgptError] = []
     for run, attempt in index.attempts_of_flow_run(str(flow_run.id)).items():
-        attempts = Attempts(index=index, run=run, open=beside)
+        attempts = Attempts(index=index, run=run, open_platform=beside)
         try:
             if attempts.records()[-1].attempt == attempt:
                 mine.append(attempts)
         except TrainLitgptError as error:
             unread.append(error)
-    cancelled, problems = cancel_each(mine, tell=logger.warning)
+    cancelled, problems = cancel_all(mine, log=logger.warning)
     if problems := problems + unread:  # all others are cancelled by now
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
     for run in cancelled:

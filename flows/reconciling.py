@@ -30,9 +30,9 @@ from flows.parameters import KINDS, platform_of, root_of
 from flows.server import use_served
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId
-from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.attempts import Attempts, platform_opener
 from launcher.runs.index import Index
-from launcher.runs.lease import DEAD, Lease
+from launcher.runs.lease import LEASE_TIMEOUT, Lease
 from launcher.runs.listing import RunRow
 from litgpt_demo.errors import TrainLitgptError, is_marked_no_retry
 
@@ -113,12 +113,12 @@ async def _lately(client: PrefectClient, state: StateType) -> list[Any]:
 
 async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     cancelled: list[JobId] = []
-    index, beside = Index.of(root_of(parameters)), opening_beside(platform_of(parameters))
+    index, beside = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
     if not (mine := await asyncio.to_thread(index.attempts_of_flow_run, flow_run)):
         return cancelled
     followers = await asyncio.to_thread(index.flow_runs_of_attempts)
     for run, attempt in mine.items():
-        attempts = Attempts(index=index, run=run, open=beside)
+        attempts = Attempts(index=index, run=run, open_platform=beside)
         live = await asyncio.to_thread(attempts.live)
         others = followers[run, attempt]
         if live is not None and live.number == attempt and is_abandoned(others, await _states(client, others)):
@@ -136,7 +136,7 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
 
 
 async def crash_orphans(
-    client: PrefectClient, *, wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(2 * DEAD)
+    client: PrefectClient, *, wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(2 * LEASE_TIMEOUT)
 ) -> list[str]:
     """Set flow runs to crashed that are running to Prefect, and whose orchestrator is dead; return their names.
 

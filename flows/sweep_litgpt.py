@@ -25,7 +25,7 @@ from launcher.events import TRIAL, Note
 from launcher.reports import sweeps
 from launcher.reports.goodput import attempt_times
 from launcher.reports.sweeps import Outcome, best_yaml, outcome_of
-from launcher.runs.attempts import Attempts, CancelWatch, opening_beside, resolve_name_conflicts
+from launcher.runs.attempts import Attempts, CancelWatch, platform_opener, resolve_name_conflicts
 from launcher.runs.index import DamagedRecords, Index
 from launcher.runs.run import Run
 from launcher.runs.search import Search
@@ -289,4 +289,4 @@ class _Sweep:
             emit(Note(what=f"{what}; cancel it: train-litgpt cancel {run.name}", severity="warning"))
 
     def _attempts(self, run: Run) -> Attempts:
-        return Attempts(index=self.index, run=run.name, open=opening_beside(self.config.platform))
+        return Attempts(index=self.index, run=run.name, open_platform=platform_opener(self.config.platform))

@@ -13,7 +13,7 @@ from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.job import Job
 from launcher.runs.attempts import claim_at
 from launcher.runs.index import Index
-from launcher.runs.lease import LOOK, Lease
+from launcher.runs.lease import POLL_INTERVAL, Lease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
 from litgpt_demo.errors import DataError
@@ -123,7 +123,7 @@ async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, boo
             if not (mine := await asyncio.to_thread(lease.take)):
                 # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
                 await asyncio.to_thread(collector.close)
-                await asyncio.sleep(LOOK)
+                await asyncio.sleep(POLL_INTERVAL)
         return (await collector.collect(), False) if done is None else (done, True)
 
 

@@ -17,7 +17,7 @@ from launcher.checks.preflight import check_evaluation
 from launcher.errors import raise_on_errors
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import bytes_text
-from launcher.runs.lease import LOOK, FolderLease
+from launcher.runs.lease import POLL_INTERVAL, FolderLease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
 from litgpt_demo.config import EvaluationConfig
@@ -79,7 +79,7 @@ async def _alone(run: Storage) -> AsyncIterator[None]:
             if not is_reported and lease.holder is not None:
                 emit(Note(what=f"{lease.holder} is evaluating {run.address()}; waiting for its scores"))
                 is_reported = True
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_INTERVAL)
         yield
 
 

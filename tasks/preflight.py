@@ -28,7 +28,7 @@ from litgpt_demo.export import finished
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import open_storage
 from tasks.steps import emit, step_task
-from tasks.training import ask
+from tasks.training import query_platform
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ async def prepare_job(
     A live job that the claim reattaches to has passed all of it. Its image is built only if no record names it, because
     a new attempt would need it.
     """
-    live = await ask(claim, claim.attempts.live)
+    live = await query_platform(claim, claim.attempts.live)
     reattaches = live is not None and claim.should_reattach(live)
     if reattaches:
         identity = await asyncio.to_thread(recorded_software, work)
@@ -68,8 +68,8 @@ async def preflight(claim: Claim, work: Run | Script) -> None:
     if claim.config.start.others == "cancel":
         await check()
     if isinstance(work, Script) or await asyncio.to_thread(finished, work.storage) is None:
-        resolve = partial(resolve_name_conflicts, claim.config, run=work.name, open=claim.attempts.open)
-        bad = await asyncio.to_thread(resolve)
+        open_platform = claim.attempts.open_platform
+        bad = await asyncio.to_thread(resolve_name_conflicts, claim.config, run=work.name, open_platform=open_platform)
         if bad:
             emit(Note(what=str(bad), severity="warning"))
     if claim.config.start.others != "cancel":

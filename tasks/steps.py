@@ -139,7 +139,11 @@ def emit_milestone(milestone: str, run: str, root: str, **facts: Any) -> None:
     emit_event(f"train-litgpt.{milestone}", resource=resource, related=[related], payload=facts)
 
 
+def warn(message: str) -> None:
+    emit(Note(what=message, severity="warning"))
+
+
 def report_unreadable(bad: Unreadable) -> None:
     """Emit one warning with how much could not be read, if anything could not."""
     if bad.count:
-        emit(Note(what=str(bad), severity="warning"))
+        warn(str(bad))

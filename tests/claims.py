@@ -34,7 +34,7 @@ def claim_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any
         )  # fmt: skip
 
     return Claim(
-        attempts=Attempts(index=Index.of(str(folder)), run=run, open=lambda section: platform),
+        attempts=Attempts(index=Index.of(str(folder)), run=run, open_platform=lambda section: platform),
         config=ScriptConfig(name=run.partition("-")[0], root=str(folder), script="/train.py", **changes),
         platform=platform,
         make_job=make_job,
@@ -44,13 +44,13 @@ def claim_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any
 
 def begin(claim: Claim) -> JobId:
     """Start the next attempt as the pipeline does."""
-    return claim.platform.submit(claim.platform.render(claim.job_of(claim.take())))
+    return claim.platform.submit(claim.platform.render(claim.job_of(claim.reattach_or_create())))
 
 
 def running_job(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
     """Start a job of this run whose orchestrator is gone; it works until it is ended, whatever the machine does."""
     claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
-    record = claim.take()
+    record = claim.reattach_or_create()
     script = Path(config.root) / "works.py"
     script.write_text("import time; time.sleep(600)")
     job = replace(claim.job_of(record), program=(str(script),), stage=())

@@ -26,7 +26,7 @@ from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
 from launcher.platforms.base import Platform
 from launcher.runs.attempts import Claim, claim_at, resolve_name_conflicts
-from launcher.runs.restarts import Budget
+from launcher.runs.restarts import RestartPolicy
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo import timeouts
@@ -125,7 +125,7 @@ def _about_restarts(config: RunConfig | ScriptConfig) -> list[Finding]:
     default = type(settings).model_fields["max_restarts"].default
     if (settings.max_restarts, settings.restarts) == (default, RestartSettings()):
         return []
-    policy = Budget(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
+    policy = RestartPolicy(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
     return [Finding("info", "restarts", str(policy), f"{section}max_restarts and {section}restarts change that")]
 
 
@@ -325,7 +325,7 @@ def _inspect(work: Run | Script) -> Inspection:
         return Inspection(work=work, claim=claim, unreachable=True, findings=tuple(findings))
     if claim.config.start.others == "refuse" and (run is None or finished(run.storage) is None):
         try:
-            resolve_name_conflicts(claim.config, run=work.name, open=claim.attempts.open)
+            resolve_name_conflicts(claim.config, run=work.name, open_platform=claim.attempts.open_platform)
         except RunIsLive as error:
             findings.append(finding_of(error, "run.live"))
         except UNVERIFIABLE as error:

@@ -1,6 +1,6 @@
-"""Attempts of a run: which there are, which one lives, and which comes next. The run index decides, no key is computed.
+"""The attempts of a run: the existing ones, the live one, and the next one, as the run index has them.
 
-A live job is never doubled: a caller that starts one claims its number in the index first, and takes up what lives.
+No run has two live jobs: a caller creates an attempt's record before it submits a job, and reattaches to a live one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from launcher.runs.index import (
     this_machine,
     whoami,
 )
-from launcher.runs.restarts import blamed
+from launcher.runs.restarts import nodes_to_exclude
 from launcher.runs.run import Run, Script
 from litgpt_demo import timeouts
 from litgpt_demo.data.dataset import PlannedDataset
@@ -44,14 +44,14 @@ from litgpt_demo.runs import CONFIG, read_document
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
-_KEPT = 600.0  # seconds
+_REUSED = 600.0  # seconds
 OpenPlatform: TypeAlias = Callable[[Mapping[str, Any]], Platform]
-"""The `platform` section of a record to the platform."""
+"""Opens the platform of a record's `platform` section."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt, with its state as its platform tells it, or told it when it ended."""
+    """One attempt with its state: the recorded end, or its platform's answer."""
 
     record: AttemptRecord
     status: JobStatus
@@ -61,63 +61,63 @@ class Attempt:
         return self.record.attempt
 
 
-def recorded_platform(section: Mapping[str, Any], given: PlatformSettings | None = None) -> Platform:
-    """Return the platform that a record's `platform` section means, as far as a record alone is believed.
+def recorded_platform(section: Mapping[str, Any], trusted: PlatformSettings | None = None) -> Platform:
+    """Open the platform of a record's `platform` section. A record is not trusted: see `open_recorded`.
 
-    A ConfigProblem where this version does not know it, or it names a place where credentials are not sent unasked:
-    `given` is the section of the config that the user gave.
+    `trusted` is the section of the user's config. Raises ConfigProblem if this version cannot read the record, or if it
+    names a place where credentials are not sent without the user's word.
     """
     try:
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
     except ValidationError as error:
-        what = f"the platform that a job was submitted to cannot be read by this version ({error.errors()[0]['msg']})"
+        what = f"this version cannot read the platform that a job was submitted to ({error.errors()[0]['msg']})"
         raise ConfigProblem(what, fix="use the version that submitted it") from error
-    return settings.open_recorded(given)
+    return settings.open_recorded(trusted)
 
 
-def opening_beside(given: PlatformSettings | None = None) -> OpenPlatform:
-    """Return `recorded_platform` for who was given a config with this `platform` section, or none.
+def platform_opener(trusted: PlatformSettings | None = None) -> OpenPlatform:
+    """Return `recorded_platform` for a user's config with this `platform` section, or for no config.
 
-    Each section is opened once in ten minutes: a platform keeps its login, its connections and what it has just learned
-    of its jobs, and its address may change while a run goes on for weeks.
+    Each platform is reused for ten minutes, with its login, its connections and the states of its jobs. Its address may
+    change while a run continues for weeks.
     """
     opened, lock = dict[str, tuple[float, Platform]](), Lock()
 
-    def open(section: Mapping[str, Any]) -> Platform:
+    def open_platform(section: Mapping[str, Any]) -> Platform:
         key, now = json.dumps(section, sort_keys=True), time.monotonic()
         with lock:
-            if key not in opened or now > opened[key][0] + _KEPT:
-                opened[key] = now, recorded_platform(section, given)
+            if key not in opened or now > opened[key][0] + _REUSED:
+                opened[key] = now, recorded_platform(section, trusted)
             return opened[key][1]
 
-    return open
+    return open_platform
 
 
 def has_begun(directory: str) -> bool:
-    """Return whether an attempt was submitted: its folder then has more than the config that its claimant wrote."""
+    """Return whether an attempt was submitted: its folder then has more than the config that its creator wrote."""
     return any(path != CONFIG for path in open_storage(directory).list())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempts:
-    """All attempts of one run. What asks for one raises PlatformUnreachable where that cannot be asked for."""
+    """All attempts of one run. A method that queries the platform raises PlatformUnreachable if it does not answer."""
 
     index: Index
     run: str
     """`<name>-<key>`."""
-    open: OpenPlatform = field(default_factory=opening_beside)
+    open_platform: OpenPlatform = field(default_factory=platform_opener)
 
     def records(self) -> list[AttemptRecord]:
-        """Return what was started, oldest first."""
+        """Return the records of all attempts, oldest first."""
         return self.index.records(self.run)
 
     def all(self) -> list[Attempt]:
-        """Return every attempt with its state, oldest first; those that are not known to have ended are asked for."""
+        """Return every attempt with its state, oldest first. Those without a recorded end are queried."""
         ends = self.index.ends(self.run)
         return [self._with_status(record, ends.get(record.attempt)) for record in self.records()]
 
     def live(self) -> Attempt | None:
-        """Return the attempt that runs, if one does: only the last can."""
+        """Return the live attempt, if one is: only the last can be."""
         last = self.last()
         return last if last is not None and last.status.state.is_live else None
 
@@ -129,30 +129,31 @@ class Attempts:
         return self._with_status(record, self.index.end_of(record))
 
     def next(self) -> int:
-        """Return the number of the attempt that runs, or else of the one to start."""
+        """Return the number of the live attempt, or of the next one to start."""
         last = self.last()
-        return 1 if last is None else last.number if last.status.state.is_live else last.number + 1
+        if last is None:
+            return 1
+        return last.number if last.status.state.is_live else last.number + 1
 
-    def sweep(self) -> None:
-        """Remove what the last attempt may have left although it ended: it must not compete with the next one.
+    def cleanup_last_attempt(self) -> None:
+        """Remove the remaining resources of the last attempt, if it has ended: they must not compete with the next one.
 
-        One that never began is left alone: somebody may be about to submit it. So is one that is known to have ended
-        on a machine that only itself can ask: what it left competes with nothing here.
+        Skips an attempt that was created but not submitted yet, and local jobs of other hosts.
         """
         last = self.last()
-        if last is None or last.status.state.is_live or self.is_out_of_reach(last.record):
+        if last is None or last.status.state.is_live or self.only_on_submit_host(last.record):
             return
-        if last.status.state.is_final:  # its orchestrator may have died before it wrote that down
+        if last.status.state.is_final:  # its orchestrator may have died before it recorded the end
             self.index.record_end(last.record, last.status)
         if last.status.state.is_final or has_begun(last.record.directory):
             self.platform_of(last.record).cancel(last.record.job_id)
 
     def cancel(self, *, patience: float = 0.0) -> list[JobId]:
-        """Cancel what lives, prove it, and return it; the orchestrator of the run starts nothing more of it.
+        """Cancel the live jobs, prove their end, and return them; the run's orchestrators start nothing more of it.
 
-        Every attempt that is not known to have ended is asked for, so that [] says that nothing runs. A platform that
-        does not answer is asked again for `patience` seconds. One that refuses (the job is another user's) leaves no
-        request behind, which would end the run where it next starts an attempt.
+        Every attempt without a recorded end is queried, so that [] means that nothing runs. A platform that does not
+        answer is queried again for `patience` seconds. If it refuses (the job is another user's), no request remains,
+        which would end the run at its next attempt.
         """
         request = self.index.request_cancel(self.run)
         try:
@@ -162,29 +163,29 @@ class Attempts:
             raise
 
     def stop(self, *, patience: float = 0.0) -> list[JobId]:
-        """Cancel what lives, as `cancel` does, without a request to the run's orchestrators."""
-        ends, live = time.monotonic() + patience, dict[JobId, Attempt]()
+        """Cancel the live jobs as `cancel` does, without a request to the run's orchestrators."""
+        deadline, live = time.monotonic() + patience, dict[JobId, Attempt]()
         while True:
             try:
                 live |= {attempt.record.job_id: attempt for attempt in self.all() if attempt.status.state.is_live}
-                self.sweep()
+                self.cleanup_last_attempt()
                 for job_id, attempt in live.items():
                     self.platform_of(attempt.record).cancel(job_id)
                     cancelled = replace(attempt.status, state=JobState.CANCELLED, native="cancelled")
                     self.index.record_end(attempt.record, cancelled)
                 return list(live)
             except PlatformUnreachable as error:
-                if time.monotonic() > ends or is_marked_no_retry(error):
+                if time.monotonic() > deadline or is_marked_no_retry(error):
                     raise
                 time.sleep(min(3.0, patience))
 
-    def left(self) -> tuple[str, ...]:
-        """Return what there is of the last attempt on its platform, in words."""
-        records = self.records()
-        return self.platform_of(records[-1]).remaining_resources(records[-1].job_id) if records else ()
+    def remaining_resources(self) -> tuple[str, ...]:
+        """Return descriptions of everything that the last attempt has on its platform."""
+        record = self.index.last(self.run)
+        return () if record is None else self.platform_of(record).remaining_resources(record.job_id)
 
     def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
-        """Return how an attempt ended for the first who saw it, None where nobody has written that down."""
+        """Return the recorded end of an attempt, None without one."""
         end = self.index.end_of(record)
         return None if end is None else end.status
 
@@ -193,53 +194,54 @@ class Attempts:
             return Attempt(record=record, status=end.status)
         return Attempt(record=record, status=self.platform_of(record).status(record.job_id))
 
-    def is_out_of_reach(self, record: AttemptRecord) -> bool:
-        """Return whether only another machine, which submitted the attempt, can ask for it."""
-        return not self.open(record.platform).is_remote_service and record.machine != this_machine()
+    def only_on_submit_host(self, record: AttemptRecord) -> bool:
+        """Return whether only the machine that submitted the attempt can query it, and this is another one."""
+        return not self.open_platform(record.platform).is_remote_service and record.machine != this_machine()
 
     def platform_of(self, record: AttemptRecord) -> Platform:
         """Return the platform that an attempt was submitted to.
 
-        A DataError where the id of its job is another's, and would be shown or cancelled as this one's.
+        Raises DataError if the record's job id does not belong to this attempt, as in a forged record.
         """
-        if self.is_out_of_reach(record):
-            which = f"attempt {record.attempt} of {record.run} was started on {record.host}"
-            fix = f"ask there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
-            raise PlatformUnreachable(f"{which}, and only that machine knows of it", fix=fix, no_retry=True)
-        platform = self.open(record.platform)
+        if self.only_on_submit_host(record):
+            what = f"attempt {record.attempt} of {record.run} was started on {record.host}"
+            fix = f"run the command there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
+            raise PlatformUnreachable(f"{what}, and only that machine knows of it", fix=fix, no_retry=True)
+        platform = self.open_platform(record.platform)
         if not platform.owns_job_id(record.job_id, attempt_name=record.job_name, directory=record.directory):
-            what = f"the record of attempt {record.attempt} of {record.run} says that its job is {record.job_id!r}"
-            where = f"on {platform.name}, kept in {record.directory}"
-            raise DataError(f"{what}, which is not what that attempt is called {where}; {FIX}")
+            what = f"the record of attempt {record.attempt} of {record.run} has the job id {record.job_id!r}"
+            reason = f"which {platform.name} does not give to that attempt in {record.directory}"
+            raise DataError(f"{what}, {reason}; {FIX}")
         return platform
 
 
-def cancel_each(
-    those: Sequence[Attempts],
+def cancel_all(
+    runs: Sequence[Attempts],
     *,
-    tell: Callable[[str], object],
+    log: Callable[[str], object],
     patience: float = timeouts.CANCELLATION,
-    told: float = 30.0,
+    report_after: float = 30.0,
 ) -> tuple[list[str], list[TrainLitgptError]]:
-    """Cancel the jobs of all these runs side by side: none is asked to end only when another has saved and gone.
+    """Cancel the jobs of all these runs in parallel, so that no job waits until another one has saved.
 
-    `tell` gets what is still there of a job that takes longer than `told` seconds to go. A platform that does not
-    answer is asked again for `patience` seconds. Returns the runs of what was cancelled, with the proof that nothing of
-    it is left, and the problems of the others.
+    `log` gets the remaining resources of a job that takes longer than `report_after` seconds to end. A platform that
+    does not answer is queried again for `patience` seconds. Returns the runs whose jobs were cancelled, with proof that
+    nothing of them remains, and the problems of the others.
     """
     cancelled, problems = list[str](), list[TrainLitgptError]()
-    with ThreadPoolExecutor(max_workers=max(1, len(those))) as pool:
-        asked = {pool.submit(attempts.cancel, patience=patience): attempts for attempts in those}
-        for future in wait(asked, timeout=told).not_done:
+    with ThreadPoolExecutor(max_workers=max(1, len(runs))) as pool:
+        futures = {pool.submit(attempts.cancel, patience=patience): attempts for attempts in runs}
+        for future in wait(futures, timeout=report_after).not_done:
+            attempts = futures[future]
             try:
-                left = ", ".join(asked[future].left())
-                there = f"still there: {left}" if left else "it is about to be gone"
+                remaining = ", ".join(attempts.remaining_resources()) or "nothing"
             except TrainLitgptError as error:
-                there = f"what is left of it cannot be listed now: {error}"
-            tell(f"{asked[future].run} was asked to end; {there}")
-        for future in asked:
+                remaining = f"unknown ({error})"
+            log(f"{attempts.run} is being cancelled; still existing: {remaining}")
+        for future, attempts in futures.items():
             try:
-                cancelled += [asked[future].run] if future.result() else []
+                if future.result():
+                    cancelled.append(attempts.run)
             except TrainLitgptError as error:  # the others are cancelled all the same
                 problems.append(error)
     return cancelled, problems
@@ -247,25 +249,25 @@ def cancel_each(
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """A config's job under a run's name, which an orchestrator starts or takes up."""
+    """A config's job under a run's name, which an orchestrator starts or reattaches to."""
 
     attempts: Attempts
     config: RunConfig | ScriptConfig
     platform: Platform
     make_job: Callable[[int], Job]
     progress: Callable[[], int] = lambda: 0
-    """Returns the step of the run's newest committed checkpoint; 0 for a script, whose own are not known."""
+    """Returns the step of the run's newest committed checkpoint; 0 for a script, whose checkpoints are unknown."""
     seconds: Callable[[], float | None] = lambda: None
-    """Returns how long a new attempt may hold its machines before it has to save and leave; None for ever. A
-    LauncherError where it had better not begin."""
+    """Returns the seconds after which a new attempt must save and leave; None without a limit. Raises LauncherError if
+    the attempt is not worth its start."""
     prepare: Callable[[AttemptRecord], None] = lambda record: None
-    """Writes what the nodes of an attempt read, before it is submitted. The claimant calls it, and nobody else."""
+    """Writes the files that the nodes of an attempt read. Only the creator of the attempt calls it."""
     flow_runs: Sequence[str] = ()
-    """The Prefect flow run's own id, then those of the flow runs that it belongs to."""
+    """The id of the Prefect flow run, then those of the flow runs that it belongs to."""
 
     @property
     def names(self) -> list[str]:
-        """What a cancellation of this job may be asked for by: its run's name, or its sweep's."""
+        """The names under which this job can be cancelled: its run's and its sweep's."""
         return [name for name in (self.attempts.run, self.config.start.sweep) if name]
 
     @property
@@ -274,26 +276,29 @@ class Claim:
         return self.flow_runs[-1] if self.flow_runs else None
 
     def job_of(self, record: AttemptRecord) -> Job:
-        """Return the job of an attempt as it was claimed: it avoids the machines that were known to be bad then."""
+        """Return the job of a recorded attempt, with the machines that it avoids."""
         return replace(self.make_job(record.attempt), nonce=record.nonce, exclude_nodes=record.exclude_nodes)
 
     def job_as_rendered(self, number: int) -> Job:
-        """Return the job of an attempt as it was started, or with the machines that it would avoid if it was now."""
+        """Return the job of an attempt as it was started, or as it would be started now."""
         attempts = self.attempts
         for record in attempts.records():
             if record.attempt == number:
                 return self.job_of(record)
-        return replace(self.make_job(number), exclude_nodes=self.blamed(attempts.index.verdicts(attempts.run)))
+        exclude = self.nodes_to_exclude(attempts.index.verdicts(attempts.run))
+        return replace(self.make_job(number), exclude_nodes=exclude)
 
-    def blamed(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
-        """Return the machines that these attempts blame often enough to be avoided."""
+    def nodes_to_exclude(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
+        """Return the machines that enough of these verdicts blame."""
         config = self.config
         restarts = config.train.restarts if isinstance(config, RunConfig) else config.restarts
-        return blamed(verdicts, times=restarts.exclude_after)
+        return nodes_to_exclude(verdicts, times=restarts.exclude_after)
 
     def should_reattach(self, last: Attempt) -> bool:
-        """Return whether the last attempt is this claim's to reattach to: its job lives on the config's platform and
-        writes under this root, or it was claimed for that platform and never submitted."""
+        """Return whether the claim continues the last attempt instead of starting one.
+
+        The attempt's job is live on the config's platform and writes under this root, or it was never submitted.
+        """
         record = last.record
         if last.status.state.is_live:
             return not self._conflict(record)
@@ -315,48 +320,50 @@ class Claim:
             return f"this config's platform is {self.config.platform.kind}"
         return ""
 
-    def take(
+    def reattach_or_create(
         self, *, ended: int = 0, exclude: tuple[str, ...] = (), leads: Callable[[], bool] = lambda: True
     ) -> AttemptRecord | None:
-        """Return the attempt to reattach to, or claim the next one, which avoids the machines `exclude`.
+        """Return the attempt to reattach to, or create the next one, which avoids the machines `exclude`.
 
-        Only the holder of the run's lease may call this. None where `leads` says that it is another's by now. The
-        platform is not asked to start anything yet. `ended` is the last attempt that is over, though its platform may
-        know nothing of it any more. A RunIsLive where one lives on another platform than the config's.
+        Only the holder of the run's lease may call this: it returns None if `leads` says that another process holds it
+        by now. Nothing is submitted. `ended` is the last attempt that has ended, even if its platform has forgotten it.
+        Raises RunIsLive for a live job that the claim cannot reattach to.
         """
-        if unknown := self.make_job(1).unknown:
-            raise ConfigProblem(f"{self.attempts.run} can be looked at, and not be started: {unknown}")
+        unknown = self.make_job(1).unknown
+        if unknown:
+            raise ConfigProblem(f"{self.attempts.run} can be inspected, but not started: {unknown}")
         index = self.attempts.index
         index.restrict_permissions(self.attempts.run)
         while True:
             last = self.attempts.last()
-            if last is not None and last.number <= ended:
-                last = None
-            adopted = last is not None and self.should_reattach(last)
-            if last is not None and last.status.state.is_live and not adopted:
+            is_current = last is not None and last.number > ended
+            if last is not None and is_current and self.should_reattach(last):
+                record = last.record
+                if not last.status.state.is_live:
+                    self.prepare(record)
+                break
+            if last is not None and is_current and last.status.state.is_live:
                 self.require_replaceable(last)
                 self.attempts.stop()
                 continue
-            if last is not None and adopted:
-                record, lives = last.record, last.status.state.is_live
-            else:
-                first = max(last.number if last else 0, ended) + 1
-                record, lives = self._record(self._unused(first), exclude), False
-                newest = index.last(self.attempts.run)
-                if record.attempt > first and newest is not None and newest.attempt >= first:
-                    continue  # another orchestrator has claimed an attempt since, whose folder was the used one
-                if not leads():
-                    return None
-                if not index.create(record):
-                    continue
-            if not lives:
+            first = max(last.number if last else 0, ended) + 1
+            record = self._record(self._unused(first), exclude)
+            newest = index.last(self.attempts.run)
+            if record.attempt > first and newest is not None and newest.attempt >= first:
+                continue  # another orchestrator has created an attempt meanwhile, in the folder that is used
+            if not leads():
+                return None
+            if index.create(record):
                 self.prepare(record)
-            index.link_flow_run(self.flow_runs, record)
-            return record
+                break
+        index.link_flow_run(self.flow_runs, record)
+        return record
 
     def _unused(self, number: int) -> int:
-        """Return the first number from this one on whose folder is empty: where the index was deleted and the folders
-        were not, reports of an earlier attempt must not pass for those of the new one."""
+        """Return the first number from this one on whose folder is empty.
+
+        If only the index was deleted, the folders still have the reports of earlier attempts.
+        """
         while has_begun(self.make_job(number).directory):
             number += 1
         return number
@@ -387,9 +394,9 @@ class Claim:
 
 
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
-    """Return the claim on a run that is planned already: planning reads every file of a corpus, and all code.
+    """Return the claim on a planned run. Planning is expensive: it reads every file of the corpus, and all code.
 
-    A training makes no progress beyond its `steps`, where they are known.
+    Checkpoints beyond `steps` are no progress, if `steps` is set.
     """
     config = run.config
 
@@ -399,20 +406,20 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
         least = 2 * run.parameters  # bytes: a checkpoint has all weights in 16 bits or more
         return checkpoints.newest_step(run.storage, most=steps, least=least)
 
-    open = opening_beside(config.platform)
+    open_platform = platform_opener(config.platform)
     return Claim(
-        attempts=Attempts(index=Index(run.root), run=run.name, open=open),
+        attempts=Attempts(index=Index(run.root), run=run.name, open_platform=open_platform),
         config=config,
-        platform=open(config.platform.model_dump(mode="json")),
+        platform=open_platform(config.platform.model_dump(mode="json")),
         make_job=lambda number: run.job(attempt=number, image=known_image(config.image)),
         progress=progress,
     )
 
 
 def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | None:
-    """Return the script that a flow run has started already, None before that: one that is resumed goes on with it.
+    """Return the script that a flow run has started, None before that: a resumed flow run continues it.
 
-    The folder that the config mounts may hold other code by now; a DataError where that code is not under the root.
+    The folder that the config mounts may have other code by now. Raises DataError if the code is not under the root.
     """
     record = _started_by(config, flow_run) if config.code is not None else None
     if record is None or record.code is None:
@@ -421,11 +428,12 @@ def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | N
 
 
 def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
-    """Return the training that a flow run has started already, None before that: one that is resumed goes on with it.
+    """Return the training that a flow run has started, None before that: a resumed flow run continues it.
 
-    The corpus may have changed or gone by now: it is not looked at, for the run's dataset is done.
+    The corpus is not read, because the run's dataset is done: it may have changed or gone by now.
     """
-    if (record := _started_by(config, flow_run)) is None:
+    record = _started_by(config, flow_run)
+    if record is None:
         return None
     spec = read_document(open_storage(config.root).within(f"runs/{record.run}")).training
     name = spec.dataset.rpartition("/")[2].removesuffix(f"-{spec.dataset_key}")
@@ -436,22 +444,21 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
 def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> AttemptRecord | None:
     if flow_run is None:
         return None
-    index = Index.of(config.root)
-    followed = index.attempts_of_flow_run(flow_run).items()
-    own = [record for run, attempt in followed for record in index.records(run) if record.attempt == attempt]
-    return max(own, key=lambda record: record.created, default=None)
+    index, started = Index.of(config.root), list[AttemptRecord]()
+    for run, attempt in index.attempts_of_flow_run(flow_run).items():
+        started += [record for record in index.records(run) if record.attempt == attempt]
+    return max(started, key=lambda record: record.created, default=None)
 
 
 class CancelWatch:
-    """Notices that somebody asked for a run or its sweep to end, also while no job of it lives to be cancelled."""
+    """Detects requests to cancel a run or its sweep, even while no job of it is running."""
 
     def __init__(self, index: Index, names: Sequence[str]) -> None:
         self._index = index
         self._before = {name: index.cancellations(name) for name in names}
 
     def replace_live(self, attempts: Attempts) -> None:
-        """Cancel the live job of a run that this orchestrator will start elsewhere. Its other orchestrators end; the
-        request is none to this one."""
+        """Cancel the live job of a run that this orchestrator will start elsewhere, and end its other orchestrators."""
         request = attempts.index.request_cancel(attempts.run)
         self._before[attempts.run] = self._before.get(attempts.run, frozenset()) | {request}
         attempts.stop()
@@ -460,7 +467,7 @@ class CancelWatch:
         """Raise JobCancelled if a request has come since this watch began."""
         for name, before in self._before.items():
             if self._index.cancellations(name) - before:
-                raise JobCancelled(f"{name} was cancelled; the same command goes on from its last checkpoint")
+                raise JobCancelled(f"{name} was cancelled; the same command continues from its last checkpoint")
 
 
 def _run_is_live(live: Attempt, conflict: str, *, fix: str) -> RunIsLive:
@@ -471,28 +478,34 @@ def _run_is_live(live: Attempt, conflict: str, *, fix: str) -> RunIsLive:
 
 
 def resolve_name_conflicts(
-    config: RunConfig | ScriptConfig, *, run: str = "", sweep: str | None = None, open: OpenPlatform | None = None
+    config: RunConfig | ScriptConfig,
+    *,
+    run: str = "",
+    sweep: str | None = None,
+    open_platform: OpenPlatform | None = None,
 ) -> DamagedRecords:
-    """A RunIsLive for a live job that has the config's name and is not `run`, unless `start.others` says otherwise.
+    """Refuse to start `run` beside a live job of the config's name, or cancel or keep it, as `start.others` says.
 
-    Trials of one sweep are not in each other's way, and are not asked for: each costs one read until it has ended. A
-    PlatformUnreachable where it cannot be known whether a job lives; a DataError where its record is damaged. Of a
-    sweep such a record stops nothing, and is returned.
+    Trials of one sweep are no conflict and are not queried. Raises PlatformUnreachable if the state of a job is
+    unknown, and DataError if its record is damaged. For a trial such records are returned instead.
     """
-    others, sweep = config.start.others, config.start.sweep or sweep
-    index, open = Index.of(config.root), open or opening_beside(config.platform)
-    bad = DamagedRecords()
-    for record in index.unended(config.name, bad) if others != "keep" else ():
-        other = record.run
-        if other == run or (sweep is not None and record.sweep == sweep):
+    sweep = config.start.sweep or sweep
+    index, bad = Index.of(config.root), DamagedRecords()
+    if config.start.others == "keep":
+        return bad
+    open_platform = open_platform or platform_opener(config.platform)
+    for record in index.unended(config.name, bad):
+        is_same_sweep = sweep is not None and record.sweep == sweep
+        if record.run == run or is_same_sweep:
             continue
-        attempts = Attempts(index=index, run=other, open=open)
-        if (live := attempts.live()) is None:
+        attempts = Attempts(index=index, run=record.run, open_platform=open_platform)
+        live = attempts.live()
+        if live is None:
             continue
-        if others != "cancel":
+        if config.start.others != "cancel":
             conflict = f"this config means {run or 'a sweep'}: its corpus, code, model or settings differ"
             raise _run_is_live(live, conflict, fix="cancel the old job first (--cancel-old), or run both (--new)")
-        report(Note(what=f"cancelling {live.record.job_id} of {other}, which has this config's name, and runs"))
+        report(Note(what=f"cancelling {live.record.job_id} of {record.run}, a live job with this config's name"))
         attempts.cancel()
     bad.pop(run, None)
     if bad and sweep is None:
@@ -509,5 +522,5 @@ def recorded_software(work: Run | Script) -> SoftwareIdentity | None:
 
 
 def known_image(image: Image) -> str | None:
-    """Return what is known of an image before the image step: the reference of one that is there already."""
+    """Return the reference of an image that exists already; None for an image that is still to be built."""
     return image.reference if isinstance(image, PrebuiltImage) else None

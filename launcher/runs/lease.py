@@ -1,15 +1,14 @@
-"""The lease of a run: of several orchestrators one starts attempts and collects, the others follow.
+"""The lease of a run: one of several orchestrators starts attempts and collects, the others follow.
 
-index/<run>/lease/<term>.json            who took the term; created if absent, so that of several callers one has it
+index/<run>/lease/<term>.json            the holder of the term; created if absent, so that only one caller gets it
 index/<run>/lease/<term>.beat            a number that the holder raises every other second
-index/<run>/lease/<term>.released.json   the holder has let go, and after which attempt it stopped for good
+index/<run>/lease/<term>.released.json   the holder has released it, and the attempt after which it stopped for good
 
-That no attempt is started twice is the run index's doing (`Index.create`), and holds without a lease: an orchestrator
-that was paused, and does not know that its term is over, can at worst follow. The lease settles what the index does
-not: who judges an attempt that ended, whose count of restarts holds, and who collects.
+`Index.create` guarantees that an attempt starts once, with or without the lease: an orchestrator that was suspended
+past its term can only follow. The lease decides who records verdicts, whose count of restarts holds, and who collects.
 
-No clock is compared with another machine's. A holder is dead when its number has not changed for DEAD seconds of the
-observer's own monotonic clock, which nobody sets; an hour that any clock jumps by changes nothing.
+No clock is compared with another machine's. A holder is dead when its number has not changed for LEASE_TIMEOUT seconds
+of the observer's own monotonic clock, so that a clock that jumps by an hour changes nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from litgpt_demo.documents import parse_json, with_checksum
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.storage import Storage
 
-BEAT = 2.0
-"""Seconds between two beats: a bucket takes one write of an object a second."""
-DEAD = 7.0
-"""Seconds without a beat after which a holder has lost its lease: with the looks at it, the next goes on within 10."""
-LOOK = 0.5
-"""Seconds between two looks of one that waits."""
+HEARTBEAT_INTERVAL = 2.0
+"""Seconds between two heartbeats: a bucket takes one write of an object a second."""
+LEASE_TIMEOUT = 7.0
+"""Seconds without a heartbeat after which a holder has lost its lease; another one has it within 10."""
+POLL_INTERVAL = 0.5
+"""Seconds between two attempts of a follower to take the lease."""
 
 _TERM = re.compile(r"([0-9]{1,9})\.json")
 _MOST = 1 << 16  # bytes of each file
@@ -49,69 +48,73 @@ class Holder(Settings):
 
     format: Literal[1] = 1
     token: str
-    """Random: two callers with the same words are still two."""
+    """Random, so that two processes of one user are two holders."""
     user: str
     host: str
     flow_run: str | None = None
-    """The outermost flow run, under which its count of restarts is kept."""
+    """The outermost flow run, which has the count of restarts."""
 
     def __str__(self) -> str:
         return f"{self.user} on {self.host}"
 
 
 class FolderLease:
-    """One process's side of the lease in a folder. While it is entered, what it took is kept alive by a thread."""
+    """One process's side of the lease in a folder. While it is entered, a thread keeps a taken lease alive."""
 
     def __init__(
         self, folder: Storage, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # A beat that a loss of power undoes was its holder's last anyway.
+        # If a loss of power undoes a heartbeat, its holder is dead anyway.
         self._folder = replace(folder, durable=False)
-        self._close: Callable[[], None] = lambda: None
+        self._restrict_permissions: Callable[[], None] = lambda: None
         user, host = whoami()
-        self._me = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
+        self._self = Holder(token=secrets.token_hex(8), user=user, host=host, flow_run=flow_run)
         self._clock = clock
         self._term = 0
-        # The term of another holder, its last beat, and when that was first seen.
-        self._seen: tuple[int, int | None, float] = (0, None, 0.0)
-        self._lived = False
-        self._looking = Lock()
+        # The term of another holder, its last heartbeat, and when that was first observed.
+        self._last_observation: tuple[int, int | None, float] = (0, None, 0.0)
+        self._observed_alive = False
+        self._taking = Lock()
         self._closed = False
         self._stop = Event()
         self._beating: Thread | None = None
         self.holder: Holder | None = None
-        """The other one that has it, as far as the last look showed."""
+        """The other process that had it when this one last tried to take it."""
         self.inherited: str | None = None
-        """The flow run of a holder that died while this one followed: its count of restarts goes on."""
+        """The flow run of a holder that died while this process followed, which continues its count of restarts."""
 
     def __enter__(self) -> Self:
         self._closed = False
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._looking:  # a look on its way ends first, and none takes the lease when nobody would let go of it
+        with self._taking:  # nothing takes the lease from now on, because nobody would release it
             self._closed = True
-        with suppress(TrainLitgptError):  # then it is lost by its silence
+        with suppress(TrainLitgptError):  # it then expires
             self.release()
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
-        """Look once; return whether the lease is this one's now. Who stopped for good after that attempt keeps it."""
-        with self._looking:
+        """Take the lease if it is free, and return whether this process has it.
+
+        A holder that has stopped for good after the attempt `unless_stopped_after` keeps it.
+        """
+        with self._taking:
             return not self._closed and self._take(unless_stopped_after)
 
     def _take(self, unless_stopped_after: int) -> bool:
         newest = self._newest()
         if self._term and newest == self._term:
             return True
-        self._lose()
+        self._drop()
         if newest and not self._is_free(newest, unless_stopped_after):
             return False
-        self._close()
-        if not self._folder.create(
-            f"{newest + 1}.json", with_checksum(self._me.model_dump_json(indent=1).encode(), "record")
-        ):
-            return False  # somebody was faster
-        self.inherited = self.holder.flow_run if self._lived and self.holder else None
+        self._restrict_permissions()
+        record = with_checksum(self._self.model_dump_json(indent=1).encode(), "record")
+        if not self._folder.create(f"{newest + 1}.json", record):
+            return False  # another process was faster
+        self.inherited = None
+        if self._observed_alive and self.holder is not None:
+            self.inherited = self.holder.flow_run
         self._term, self.holder = newest + 1, None
         self._stop = Event()
         self._beating = Thread(target=self._beat, args=(self._term, self._stop), name="lease", daemon=True)
@@ -119,47 +122,50 @@ class FolderLease:
         return True
 
     @property
-    def held(self) -> bool:
-        """Whether the lease was this one's at the last look."""
+    def is_held(self) -> bool:
+        """Whether this process has the lease, as far as its last heartbeat showed."""
         return bool(self._term)
 
     def stopped_after(self, attempt: int) -> bool:
-        """Return whether the last holder let go because none may follow this attempt."""
+        """Return whether the last holder released it because no attempt may follow this one."""
         return bool(attempt) and self._released(self._newest()) == attempt
 
     def beat_of(self, flow_run: str) -> tuple[int, int | None] | None:
-        """Return the term of a flow run and its last beat; None if it does not hold the lease."""
+        """Return the term of a flow run and its last heartbeat; None if it does not hold the lease."""
         newest = self._newest()
         holder = self._read(f"{newest}.json", Holder) if self._released(newest) is None else None
         return (newest, self._read(f"{newest}.beat", int)) if holder and holder.flow_run == flow_run else None
 
     def release(self, *, stopped: int = 0) -> None:
-        """Let go of it, if it is held; the next may take it at once."""
-        with self._looking:
+        """Release the lease, if it is held; another process can take it at once."""
+        with self._taking:
             term = self._term
-            self._lose()
+            self._drop()
         if term:
             content = json.dumps({"stopped": stopped}, indent=1)
             self._folder.create(f"{term}.released.json", with_checksum(content.encode(), "record"))
 
     def _newest(self) -> int:
-        return max((int(found[1]) for path in self._folder.list() if (found := _TERM.fullmatch(path))), default=0)
+        matches = map(_TERM.fullmatch, self._folder.list())
+        return max((int(match[1]) for match in matches if match), default=0)
 
     def _is_free(self, term: int, unless_stopped_after: int) -> bool:
-        if (stopped := self._released(term)) is not None:
-            self._lived = False  # it counted to its end
+        stopped = self._released(term)
+        if stopped is not None:
+            self._observed_alive = False  # it counted to its end
             return not (unless_stopped_after and stopped == unless_stopped_after)
-        beat, now, (seen, before, since) = self._read(f"{term}.beat", int), self._clock(), self._seen
-        if seen != term:
+        beat, now = self._read(f"{term}.beat", int), self._clock()
+        observed_term, observed_beat, since = self._last_observation
+        if observed_term != term:
             self.holder = self._read(f"{term}.json", Holder)
-        elif beat == before:
-            return now - since >= DEAD
-        self._lived = seen == term
-        self._seen = (term, beat, now)
+        elif beat == observed_beat:
+            return now - since >= LEASE_TIMEOUT
+        self._observed_alive = observed_term == term
+        self._last_observation = (term, beat, now)
         return False
 
     def _released(self, term: int) -> int | None:
-        """The attempt after which the holder of a term decided that none follows, 0 where it only gave it back."""
+        """Return the attempt after which the holder of a term stopped, 0 for none; None if it has not released it."""
         released = self._read(f"{term}.released.json", dict[str, int], damaged={})
         return None if released is None else released.get("stopped", 0)
 
@@ -175,16 +181,19 @@ class FolderLease:
         count = 0
         while not stop.is_set():
             count += 1
-            # The next beat tries again, also where somebody deleted the root. One that stays silent has lost its lease.
+            # The next heartbeat tries again, also if somebody has deleted the root. A silent holder loses its lease.
             with suppress(TrainLitgptError, OSError):
                 self._folder.write(f"{term}.beat", str(count).encode())
-            stop.wait(BEAT)
+                if self._newest() > term:  # this process was suspended, and another one has the lease
+                    self._term = 0
+                    return
+            stop.wait(HEARTBEAT_INTERVAL)
 
-    def _lose(self) -> None:
+    def _drop(self) -> None:
         self._term = 0
         self._stop.set()
         if self._beating is not None:
-            self._beating.join(timeout=BEAT)
+            self._beating.join(timeout=HEARTBEAT_INTERVAL)
             self._beating = None
 
 
@@ -195,4 +204,4 @@ class Lease(FolderLease):
         self, index: Index, run: str, *, flow_run: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(index.root.within(f"{INDEX}/{run}/lease"), flow_run=flow_run, clock=clock)
-        self._close = partial(index.restrict_permissions, run)
+        self._restrict_permissions = partial(index.restrict_permissions, run)

@@ -18,7 +18,7 @@ from launcher.curves import summary
 from launcher.errors import ConfigProblem, UnknownRun
 from launcher.formatting import NOTHING, duration_text, loss_text
 from launcher.job import JobId, JobState
-from launcher.runs.attempts import Attempts, OpenPlatform, opening_beside
+from launcher.runs.attempts import Attempts, OpenPlatform, platform_opener
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.run import RunManifest, plan_script
 from launcher.runs.sweeps import sweep_name
@@ -45,11 +45,11 @@ class Target:
     runs: tuple[str, ...]
     damaged: tuple[str, ...] = ()
     """The damage of each unreadable record that may belong to one of the sweep's trials."""
-    open: OpenPlatform = field(default_factory=opening_beside)
+    open: OpenPlatform = field(default_factory=platform_opener)
 
     @property
     def attempts(self) -> list[Attempts]:
-        return [Attempts(index=self.index, run=run, open=self.open) for run in self.runs]
+        return [Attempts(index=self.index, run=run, open_platform=self.open) for run in self.runs]
 
     def storage(self, run: str) -> Storage:
         return self.index.root.within(f"runs/{run}")
@@ -98,7 +98,7 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     Of several runs with mounted code it is the run of the present code, or else the only live run. Raises UnknownRun if
     none was started, or several were, for example because the corpus changed in between.
     """
-    index, opener = Index.of(config.root), opening_beside(config.platform)
+    index, opener = Index.of(config.root), platform_opener(config.platform)
     none = "nothing has been started with this config"
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
         jobs = config.jobs() if isinstance(config, BenchmarkConfig) else [config]
@@ -131,7 +131,7 @@ def _present_or_live(
         if present:
             return present
     with suppress(TrainLitgptError):  # a platform does not answer
-        runs = {record.run: Attempts(index=index, run=record.run, open=opener) for record in records}
+        runs = {record.run: Attempts(index=index, run=record.run, open_platform=opener) for record in records}
         live = [record for record in records if runs[record.run].live() is not None]
         if live:
             return live
@@ -231,7 +231,7 @@ def run_rows(
     A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
     row, because their records are damaged.
     """
-    flow_runs, open = index.flow_runs_of_attempts(), open or opening_beside()
+    flow_runs, open = index.flow_runs_of_attempts(), open or platform_opener()
 
     def row(record: AttemptRecord) -> RunRow:
         folder, note = index.root.within(f"runs/{record.run}"), ""
@@ -241,7 +241,7 @@ def run_rows(
             if manifest is not None:
                 state, step, steps, loss = DONE, manifest.step, manifest.step, manifest.validation_loss
             else:
-                last = Attempts(index=index, run=record.run, open=open).last()
+                last = Attempts(index=index, run=record.run, open_platform=open).last()
                 state = DONE if last is None else last.status.state.value
                 rows = read_metrics(folder)
                 if rows:
@@ -314,15 +314,15 @@ def orphaned_resources(index: Index, *, open: OpenPlatform | None = None) -> lis
 
     Jobs that only another machine can query are left out.
     """
-    open = open or opening_beside()
+    open = open or platform_opener()
 
     def of(run: str) -> list[OrphanedResource]:
-        attempts, orphaned = Attempts(index=index, run=run, open=open), list[OrphanedResource]()
+        attempts, orphaned = Attempts(index=index, run=run, open_platform=open), list[OrphanedResource]()
         try:
             if not _is_dead(attempts):
                 return []
             for record in attempts.records():
-                if attempts.is_out_of_reach(record):
+                if attempts.only_on_submit_host(record):
                     continue
                 resources = attempts.platform_of(record).remaining_resources(record.job_id)
                 if resources:
@@ -340,7 +340,7 @@ def orphaned_resources(index: Index, *, open: OpenPlatform | None = None) -> lis
 
 def remove_orphaned_resource(index: Index, resource: OrphanedResource, *, open: OpenPlatform | None = None) -> bool:
     """Remove it, and prove by listing that it is gone. Returns False and removes nothing if the run is live again."""
-    attempts = Attempts(index=index, run=resource.run, open=open or opening_beside())
+    attempts = Attempts(index=index, run=resource.run, open_platform=open or platform_opener())
     records = [record for record in attempts.records() if record.job_id == resource.job_id]
     if not records or not _is_dead(attempts):
         return False

@@ -1,4 +1,4 @@
-"""Waiting for a job and tailing its logs, once for all platforms."""
+"""Waiting for a job and following its logs, once for all platforms."""
 
 from __future__ import annotations
 
@@ -16,58 +16,56 @@ from litgpt_demo.errors import NetworkError, is_marked_no_retry
 
 T = TypeVar("T")
 
-
-# The one clock of all waiting, which a test sets forward.
+# The clock of all waiting, which a test sets forward.
 now, sleep = time.monotonic, asyncio.sleep
 
 
 async def pause(seconds: float, *, look: Callable[[], object], every: float = 2.0) -> None:
-    """Wait, and look every few seconds for a reason not to: what `look` raises ends the wait.
-
-    A storage that does not answer is no reason: the next look asks it again.
-    """
+    """Wait, and call `look` every few seconds. Its error ends the wait, unless a storage does not answer."""
     end = now() + seconds
-    while (left := end - now()) > 0:
+    while now() < end:
         with suppress(NetworkError):
             await asyncio.to_thread(look)
-        await sleep(min(left, every))
+        await sleep(max(0.0, min(end - now(), every)))
 
 
-_NOTICED = 30.0
-"""Seconds of silence that are worth a word: a connection that is opened anew takes less."""
+_REPORTED_SILENCE = 30.0
+"""Seconds of silence that are reported: a connection that is opened again takes less."""
 
 
-async def asked(
-    ask: Callable[[], T],
+async def retry_until_reachable(
+    query: Callable[[], T],
     *,
     about: str,
     on_silence: Callable[[PlatformUnreachable | LoginProblem], None],
-    bears: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
+    transient: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
     pauses: tuple[float, float] = (1.0, 15.0),
 ) -> T:
-    """Return the answer of a platform, which is asked again while it does not answer: what it `bears` is raised when it
-    has lasted longer than timeouts.PLATFORM, or where it cannot be asked from here.
+    """Return the answer of a platform, which is queried again while it raises one of the `transient` errors.
+
+    The error is raised after timeouts.PLATFORM, or at once if a retry cannot help.
 
     Args:
-        about: the job or run that it is asked about, and the platform, for the message.
-        on_silence: called once when it has refused the credentials, or has not answered for half a minute.
-        pauses: seconds before it is asked again, at first and at the most.
+        about: the job or run of the query, and the platform, for the message.
+        on_silence: called once, when the credentials were refused or half a minute has passed without an answer.
+        pauses: seconds before a retry: the first ones and the most.
     """
-    begun, told, wait = now(), False, pauses[0]
+    started, is_reported, wait = now(), False, pauses[0]
     while True:
         try:
-            return await asyncio.to_thread(ask)
-        except bears as error:
+            return await asyncio.to_thread(query)
+        except transient as error:
             if is_marked_no_retry(error):
                 raise
-            if (seconds := now() - begun) > timeouts.PLATFORM:
+            seconds = now() - started
+            if seconds > timeouts.PLATFORM:
                 raise type(error)(
-                    f"{about}: no answer for {seconds:.0f} s ({error}); the job may well be running: "
-                    "run the same command again to take up where this left off",
+                    f"{about}: no answer for {seconds:.0f} s ({error}); the job may still be running: "
+                    "run the same command again to reattach to it",
                     no_retry=True,
                 ) from error
-            if not told and (isinstance(error, LoginProblem) or seconds > _NOTICED):
-                told = True
+            if not is_reported and (isinstance(error, LoginProblem) or seconds > _REPORTED_SILENCE):
+                is_reported = True
                 on_silence(error)
         await sleep(wait)
         wait = min(2 * wait, pauses[1])
@@ -85,32 +83,32 @@ async def follow(
     on_position: Callable[[str], None] = lambda _: None,
     recorded: Callable[[], JobStatus | None] = lambda: None,
 ) -> JobStatus:
-    """Hand every new log line to `on_lines` until the job has ended; returns how. Every line of the job is delivered.
+    """Pass every new log line of a job to `on_lines` until the job has ended, and return its last status.
 
     Args:
-        poll: seconds between two looks.
-        on_status: told of every look, before the lines that were found with it.
-        on_silence: as `asked` calls it, for each silence; waiting goes on.
-        position: where to begin in the logs; the beginning, if it is not said.
-        on_position: told of the place behind the lines that were handed on, whenever some were.
-        recorded: how the job ended for another orchestrator, which removes a job that has ended before it starts the
-            next one. It is asked for a job that was removed.
+        poll: seconds between two queries.
+        on_status: called with each status, before the lines that came with it.
+        on_silence: called as by `retry_until_reachable`, for each silence.
+        position: where to start in the logs; empty for the beginning.
+        on_position: called with the position behind the passed lines.
+        recorded: returns the end that another orchestrator has recorded. It removes an ended job before it starts the
+            next one.
     """
-    known = now()
+    last_seen = now()
 
-    def look() -> tuple[JobStatus, LogPage]:
-        # Status first: what the job wrote before it ended is then surely in the page that follows.
+    def query() -> tuple[JobStatus, LogPage]:
+        # The status comes first, so that the page has all lines of a job that has ended.
         status = platform.status(job_id)
         if status.state in {JobState.ABSENT, JobState.CANCELLED}:
             status = recorded() or status
         return status, platform.logs(job_id, position)
 
     while True:
-        status, page = await asked(
-            look,
+        status, page = await retry_until_reachable(
+            query,
             about=f"{job_id} on {platform.name}",
             on_silence=on_silence,
-            bears=(PlatformUnreachable, LoginProblem),
+            transient=(PlatformUnreachable, LoginProblem),
             pauses=(poll, poll),
         )
         on_status(status)
@@ -119,20 +117,19 @@ async def follow(
         if page.lines:
             await asyncio.to_thread(on_position, position)
         if page.more or status.state is not JobState.ABSENT:
-            known = now()
-        elif (seconds := now() - known) > timeouts.PLATFORM:
-            raise PlatformUnreachable(
-                f"{platform.name} has not known {job_id} for {seconds:.0f} s; was it removed by hand?", no_retry=True
-            )
+            last_seen = now()
+        elif now() - last_seen > timeouts.PLATFORM:
+            what = f"{platform.name} has not known {job_id} for {now() - last_seen:.0f} s"
+            raise PlatformUnreachable(f"{what}; was it removed by hand?", no_retry=True)
         if page.more:
-            continue  # to what is there already, without a pause
+            continue
         if status.state.is_final:
             return status
         await sleep(poll)
 
 
 async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
-    """Hand every line that is there to `on_lines`, page by page."""
+    """Pass every existing line to `on_lines`, page by page."""
     page = LogPage((), "", more=True)
     while page.more:
         page = await asyncio.to_thread(platform.logs, job_id, page.position)

@@ -228,13 +228,15 @@ def attempt_in(folder: Path, *logs: str, **result: Any) -> Path:
 def failed(here: Path) -> Path:
     """The folder of an attempt that ended badly."""
     result = {"state": "failed", "native": "node 1 ended with 41 (data error)", "exit_codes": {"1": 41}}
-    return attempt_in(Path(claim(here).take().job_id), "[rank0]: hello\n", "[rank1]: boom :x:\n", **result)
+    return attempt_in(
+        Path(claim(here).reattach_or_create().job_id), "[rank0]: hello\n", "[rank1]: boom :x:\n", **result
+    )
 
 
 @pytest.fixture
 def running(here: Path, failed: Path) -> Iterator[Path]:
     """A second attempt after it, which runs."""
-    folder = attempt_in(Path(claim(here).take().job_id), "[rank0]: once more\n")
+    folder = attempt_in(Path(claim(here).reattach_or_create().job_id), "[rank0]: once more\n")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as its supervisor holds it
         yield folder
@@ -320,7 +322,7 @@ def test_logs_are_followed_at_the_pace_of_the_platform(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": {"kind": "gke", "workload": "job"}}
-    run = claim_of(ScriptConfig.model_validate(script)).take().run
+    run = claim_of(ScriptConfig.model_validate(script)).reattach_or_create().run
     paces: list[float] = []
 
     async def follow(*_: object, poll: float, **__: object) -> None:
@@ -452,7 +454,7 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     sweep = read_config(here / "sweep.yaml", [])
     claims = [claim_of(trial.config) for trial in trials(sweep)]
     for number, one in enumerate(claims):
-        attempt_in(Path(one.take().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})
+        attempt_in(Path(one.reattach_or_create().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})
     for words in (["sweep.yaml"], [sweep_name(sweep), "--root", "out"]):
         assert [row.split()[1] for row in cli("status", *words).out.splitlines()[1:]] == ["failed", "failed"]
         assert {line.split("  ")[1] for line in cli("logs", *words).out.splitlines()} == {"[node 0] 0", "[node 0] 1"}
@@ -469,7 +471,7 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
 def test_logs_skip_trials_that_lack_the_attempt(cli: Cli, here: Path) -> None:
     claims = [claim_of(trial.config) for trial in trials(read_config(here / "sweep.yaml", []))]
     for claim in (*claims, claims[1]):
-        attempt_in(Path(claim.take().job_id), "hello\n", state="failed", native="ended", exit_codes={})
+        attempt_in(Path(claim.reattach_or_create().job_id), "hello\n", state="failed", native="ended", exit_codes={})
     result = cli("logs", "sweep.yaml", "--attempt", "2")
     assert (result.code, result.out) == (0, f"{claims[1].attempts.run}  [node 0] hello\n")
     assert f"{claims[0].attempts.run} has no attempt 2" in result.err

@@ -64,7 +64,7 @@ def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later
 ) -> None:
     first, second, third = uuid4(), uuid4(), uuid4()
     claim = running_job(tiny(), first)
-    replace(claim, flow_runs=[str(second)]).take()
+    replace(claim, flow_runs=[str(second)]).reattach_or_create()
     cancel(train_litgpt, tiny().model_dump(mode="json"), second)
     assert states(claim) == ["cancelled"]
     running_job(tiny(), third)

@@ -58,7 +58,7 @@ def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_th
             config = tiny_under(tmp_path / name)
             flow_runs.append(flow_run := flow_run_of(config, Running()))
             claim = replace(claim_of(config), flow_runs=[str(flow_run)])
-            claim.take()
+            claim.reattach_or_create()
             lease = leases.enter_context(Lease(claim.attempts.index, claim.attempts.run, flow_run=str(flow_run)))
             assert lease.take()
             lease._stop.set() if name == "dies" else lease.release() if name == "over" else None
@@ -112,7 +112,7 @@ def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_a
     tiny: Tiny, tiny_under: Tiny, platform: StrictPlatform, tmp_path: Path
 ) -> None:
     broken = tiny_under(tmp_path / "broken")
-    record = replace(claim_of(broken), flow_runs=[str(flow_run_of(broken, Cancelled()))]).take()
+    record = replace(claim_of(broken), flow_runs=[str(flow_run_of(broken, Cancelled()))]).reattach_or_create()
     (tmp_path / "broken" / "index" / record.run / "1.json").write_text("{")
     claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     found = reaped(tmp_path)

@@ -73,7 +73,7 @@ def test_a_live_job_is_followed_though_its_script_and_the_access_to_its_platform
     (script := tmp_path / "train.py").touch()
     one = LocalPlatformConfig(kind="local", nodes=1, processes=1)
     claim = claim_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=one))
-    job_id = StrictPlatform.submit(platform, platform.render(claim.job_of(claim.take())))
+    job_id = StrictPlatform.submit(platform, platform.render(claim.job_of(claim.reattach_or_create())))
     script.unlink()
     platform.followed[job_id] = JobState.SUCCEEDED
     monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))

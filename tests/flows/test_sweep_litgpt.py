@@ -294,7 +294,7 @@ def test_a_finished_sweep_started_again_begins_no_new_trial(
 def take(run: Run | None) -> str:
     """Write the run's first attempt into the index, as the job step does; return the run's name."""
     assert run is not None
-    return claim_at(run).take().run
+    return claim_at(run).reattach_or_create().run
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
         return validated(RunConfig, overridden(trained.config.model_dump(mode="json"), asked), where="it")
 
     async def refused(claim: Any, **_: Any) -> None:
-        claim.take()
+        claim.reattach_or_create()
         raise JobCancelled("no job is begun here")
 
     # The preflight compares weights and model in a process, which is looked at below.

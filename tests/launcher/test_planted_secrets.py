@@ -225,7 +225,7 @@ def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
     """Whoever may write to the bucket can have its index name another control plane."""
     script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": runai}
     echo.granted = TOKEN
-    forged = claim_of(ScriptConfig.model_validate(script)).take().run
+    forged = claim_of(ScriptConfig.model_validate(script)).reattach_or_create().run
     for known in ("", "https://my-company.run.ai"):
         monkeypatch.setenv("RUNAI_URL", known)
         for said in (cli("runs", str(tmp_path)), cli("status", forged, "--root", str(tmp_path))):

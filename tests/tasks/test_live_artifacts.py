@@ -84,7 +84,7 @@ def test_a_run_without_a_model_has_a_report(
 
     async def scene() -> None:
         async with LiveReport(run) as page:
-            claim.take()
+            claim.reattach_or_create()
             rows = [{"kind": "start", "step": 0, "steps": 8}, {"kind": "step", "step": 1, "loss": 5.0}]
             run.storage.write(METRICS, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
             page.follow({"kind": "checkpoint", "step": 1})

@@ -31,7 +31,7 @@ from launcher.runs.diagnosis import ADVICE, Action
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
 from launcher.runs.run import plan_run
-from launcher.runs.waiting import asked
+from launcher.runs.waiting import retry_until_reachable
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import EXIT_CODES, FailureClass, Finding
@@ -62,7 +62,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "show_verdict", at_once)
     monkeypatch.setattr(training, "show_state", at_once)  # which would start a server of its own
     monkeypatch.setattr("tasks.training.LiveArtifacts.show", at_once)
-    monkeypatch.setattr(training, "asked", partial(asked, pauses=(0.0, 0.0)))
+    monkeypatch.setattr(training, "retry_until_reachable", partial(retry_until_reachable, pauses=(0.0, 0.0)))
 
 
 def ended_well(
@@ -202,7 +202,9 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
             return replace(super().status(job_id), refused=why)
 
     platform = Full()
-    with pytest.raises(JobRefused, match=r"demo-1-\w+ is not let in, .* back: the quota is used up -> raise it"):
+    with pytest.raises(
+        JobRefused, match=r"keeps refusing demo-1-\w+, and the job was cancelled: the quota is used up -> raise it"
+    ):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
 
@@ -240,15 +242,17 @@ def test_leader_announces_a_checkpoint_with_its_own_loss(tmp_path: Path, monkeyp
     """Its row comes when it is written, and the training has done another step meanwhile."""
     announced: list[dict[str, Any]] = []
     monkeypatch.setattr(training, "emit_milestone", lambda *_, **facts: announced.append(facts))
-    record = claim_on(StrictPlatform(), tmp_path, "demo").take()
+    record = claim_on(StrictPlatform(), tmp_path, "demo").reattach_or_create()
     rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "loss": 9.0 - step} for step in (3, 4, 5)]
     rows.append({"kind": "checkpoint", "step": 4})
     open_storage(str(tmp_path)).within(f"runs/{record.run}/{checkpoints.folder_of(4)}").write(MANIFEST, b"{}")
     for leads in (True, False):
         root = str(tmp_path)
-        lines = training.Lines(record, root, LiveArtifacts("demo"), lambda _: None, leads=lambda leads=leads: leads)
-        lines(LogLine(0, to_log_line(row)) for row in rows)
-        lines.announce()
+        router = training.LogRouter(
+            record, root, LiveArtifacts("demo"), lambda _: None, leads=lambda leads=leads: leads
+        )
+        router.on_lines(LogLine(0, to_log_line(row)) for row in rows)
+        router.announce_checkpoints()
     assert announced == [{"step": 4, "loss": 5.0}]
 
 
@@ -262,11 +266,11 @@ def test_the_budget_counts_an_attempt_at_its_own_price(
         for usd in (before, now)
     )
     assert first.name == moved.name
-    record = claim_at(first).take()
+    record = claim_at(first).reattach_or_create()
     begun = record.created
     ended = JobStatus(state=JobState.FAILED, native="", scheduled=begun, pulled=begun, ended=begun + 3600)
     Index(first.root).record_end(record, ended)
-    assert training._affordable(moved) == pytest.approx(seconds - 60)
+    assert training._remaining_budget_seconds(moved) == pytest.approx(seconds - 60)
 
 
 def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp_path: Path) -> None:
@@ -444,7 +448,7 @@ def test_attempt_that_ended_well_between_looks_is_not_repeated(
     leader, started = Lease(claim.attempts.index, "demo"), list[JobId]()
 
     def start() -> None:
-        started.append(platform.submit(platform.render(claim.job_of(claim.take()))))
+        started.append(platform.submit(platform.render(claim.job_of(claim.reattach_or_create()))))
 
     def lead(event: Event) -> None:
         what = event.what if isinstance(event, Note) else ""
@@ -461,7 +465,7 @@ def test_attempt_that_ended_well_between_looks_is_not_repeated(
     if followed:
         start()
     else:
-        claim.take()
+        claim.reattach_or_create()
     with leader, Listener(lead):
         assert leader.take()
         assert asyncio.run(run_job(claim, max_restarts=1, restarts=AT_ONCE)).attempt == followed + 1
@@ -476,7 +480,7 @@ def test_removed_job_ended_as_the_leader_saw_it(tmp_path: Path, state: JobState)
             return JobStatus(state=state, native="deleted")
 
     claim = claim_on(Removed(), tmp_path, "demo")
-    record = claim.take()
+    record = claim.reattach_or_create()
     claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
     with Lease(claim.attempts.index, "demo") as lease:
         verdict = asyncio.run(training.await_job(claim, record, lambda row: None, lease))
@@ -499,7 +503,7 @@ def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: P
             self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[FailureClass.NETWORK]))
 
     claim = claim_on(Ended([BROKEN]), tmp_path, "demo", platform={"kind": "local", "nodes": 2})
-    record = claim.take()
+    record = claim.reattach_or_create()
     claim.platform.submit(claim.platform.render(claim.job_of(record)))
     more = replace(
         claim, config=claim_on(claim.platform, tmp_path, "demo", platform={"kind": "local", "nodes": 4}).config
@@ -523,11 +527,13 @@ def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
 def test_run_moves_to_another_platform_when_its_old_job_is_cancelled(tmp_path: Path) -> None:
     old, new = StrictPlatform(), Fated([0])
     first = claim_on(old, tmp_path, "demo")
-    old_job = old.submit(old.render(first.job_of(first.take())))
+    old_job = old.submit(old.render(first.job_of(first.reattach_or_create())))
     slurm = {"kind": "slurm", "nodes": 2}
     kinds = {"local": old, "slurm": new}
     elsewhere = claim_on(new, tmp_path, "demo", platform=slurm, start={"others": "cancel"})
-    moved = replace(elsewhere, attempts=replace(elsewhere.attempts, open=lambda section: kinds[section["kind"]]))
+    moved = replace(
+        elsewhere, attempts=replace(elsewhere.attempts, open_platform=lambda section: kinds[section["kind"]])
+    )
     refused = replace(moved, config=moved.config.model_copy(update={"start": StartSettings()}))
     with pytest.raises(RunIsLive, match="--cancel-old"):
         asyncio.run(run_job(refused, max_restarts=0))
@@ -670,7 +676,7 @@ def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:
 
 
 def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path) -> None:
-    words = "is not let in, and was taken back: job 77: no nodes have what platform.constraint asks for"
+    words = "and the job was cancelled: job 77: no nodes have what platform.constraint asks for"
     with slurm_commands() as cluster, pytest.raises(JobRefused, match=words):
         run_on_slurm(cluster, tmp_path, state="PENDING", reason="(BadConstraints)")
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]
@@ -682,7 +688,7 @@ def test_run_on_slurm_prints_the_number_of_its_job(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("launcher.platforms.slurm.platform._FRESH", 0.0)
     cancelled, events = {"state": "CANCELLED"}, list[Event]()
     with slurm_commands() as cluster, Listener(events.append):
-        monkeypatch.setattr(training.Lines, "__call__", lambda *_: vars(cluster.jobs[77]).update(cancelled))
+        monkeypatch.setattr(training.LogRouter, "on_lines", lambda *_: vars(cluster.jobs[77]).update(cancelled))
         with pytest.raises(JobCancelled):
             run_on_slurm(cluster, tmp_path)
     assert notes(events, "runs: RUNNING (job 77)")

@@ -361,7 +361,7 @@ def started(place: Place, run: str, nodes: int) -> AttemptRecord:
         return replace(plain.make_job(number), nodes=nodes, image=IMAGE, program=(str(script),))
 
     claim = replace(plain, make_job=make_job)
-    record = claim.take()
+    record = claim.reattach_or_create()
     assert record is not None
     if not place.platform.status(record.job_id).state.is_live:
         place.platform.submit(place.platform.render(claim.job_of(record)))

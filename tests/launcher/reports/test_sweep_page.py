@@ -60,7 +60,7 @@ def test_trial_that_was_never_admitted_used_no_gpu_hours(
     config = validated(SweepConfig, {**tiny().model_dump(mode="json"), "sweep": sweep}, where="test")
     trial = trial_of(config, {"train.seed": 1})
     claim = claim_of(trial.config)
-    first = claim.take().model_copy(update={"created": 1e9})
+    first = claim.reattach_or_create().model_copy(update={"created": 1e9})
     claim.attempts.index.record_end(first, JobStatus(state=JobState.FAILED, native="refused"))
     refused = claim.attempts.index.ends(first.run)[1].model_copy(update={"seen": 1e9 + 60})
     later = first.model_copy(update={"attempt": 2, "created": 1e9 + 3 * 86_400})

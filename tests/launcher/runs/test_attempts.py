@@ -19,7 +19,7 @@ from launcher.events import Listener, Note
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_each, resolve_name_conflicts
+from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_all, resolve_name_conflicts
 from launcher.runs.index import DamagedRecords
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
@@ -69,7 +69,9 @@ def test_after_attempts_that_ended_comes_the_next_number_and_a_row_asks_for_that
     assert seen == [*enumerate(ends, start=1), (13, JobState.PENDING)]
     assert live_job(claim) == newest, "the last attempt is the one that can live, not the first"
     monkeypatch.setattr(platform, "status", asked := Mock(wraps=platform.status))
-    assert [row.state for row in run_rows(claim.attempts.index, [RUN], open=claim.attempts.open)] == ["pending"]
+    assert [row.state for row in run_rows(claim.attempts.index, [RUN], open=claim.attempts.open_platform)] == [
+        "pending"
+    ]
     assert asked.mock_calls == [call(newest)]
 
 
@@ -78,10 +80,10 @@ def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_i
 ) -> None:
     platform.remove(begin(claim))
     assert claim.attempts.live() is None
-    assert claim.take().attempt == 2
+    assert claim.reattach_or_create().attempt == 2
     platform.remove(begin(claim))
     open_storage(claim.make_job(2).directory).remove("submission.json")
-    assert claim.take(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
+    assert claim.reattach_or_create(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
 
 
 def test_a_run_that_lives_on_another_platform_is_not_doubled_here(claim: Claim, platform: StrictPlatform) -> None:
@@ -90,16 +92,22 @@ def test_a_run_that_lives_on_another_platform_is_not_doubled_here(claim: Claim, 
     moved = replace(claim, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
     words = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--cancel-old"
     with pytest.raises(RunIsLive, match=words):
-        moved.take()
+        moved.reattach_or_create()
     start = moved.config.start.model_copy(update={"others": "cancel"})
-    assert replace(moved, config=moved.config.model_copy(update={"start": start})).take().attempt == 2
+    assert replace(moved, config=moved.config.model_copy(update={"start": start})).reattach_or_create().attempt == 2
     assert job_id not in platform.live()
 
 
 def test_nothing_runs_is_not_said_where_the_platform_does_not_answer(claim: Claim, platform: StrictPlatform) -> None:
     begin(claim)
     platform.silence(True)
-    for verb in (claim.attempts.cancel, claim.attempts.live, claim.attempts.all, claim.take, lambda: settle(claim)):
+    for verb in (
+        claim.attempts.cancel,
+        claim.attempts.live,
+        claim.attempts.all,
+        claim.reattach_or_create,
+        lambda: settle(claim),
+    ):
         with pytest.raises(PlatformUnreachable):
             verb()
 
@@ -107,14 +115,14 @@ def test_nothing_runs_is_not_said_where_the_platform_does_not_answer(claim: Clai
 def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_written(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
     elsewhere = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2}
-    there = claim.take().model_copy(update=elsewhere | {"directory": claim.make_job(2).directory})
+    there = claim.reattach_or_create().model_copy(update=elsewhere | {"directory": claim.make_job(2).directory})
     claim.attempts.index.create(there)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
         claim.attempts.live()
     claim.attempts.index.record_end(there, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
     assert claim.attempts.live() is None
-    claim.attempts.sweep()
-    assert claim.take().attempt == 3
+    claim.attempts.cleanup_last_attempt()
+    assert claim.reattach_or_create().attempt == 3
 
 
 def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform: StrictPlatform) -> None:
@@ -161,7 +169,7 @@ def test_all_jobs_are_asked_to_end_at_once_and_who_waits_is_told_what_is_still_t
 
     def tell(what: str) -> None:
         told.add(what)
-        if len([one for one in told if f"still there: job strict/{RUN}" in one]) == 2:
+        if len([one for one in told if f"still existing: job strict/{RUN}" in one]) == 2:
             heard.set()
 
     asked, heard, told, platform, silent = Barrier(2), Event(), set[str](), Slow(), StrictPlatform()
@@ -170,7 +178,7 @@ def test_all_jobs_are_asked_to_end_at_once_and_who_waits_is_told_what_is_still_t
         begin(claim)
     silent.silence(True)
     those = [one.attempts for one in (cannot, *claims)]
-    cancelled, problems = cancel_each(those, tell=tell, patience=0, told=0)
+    cancelled, problems = cancel_all(those, log=tell, patience=0, report_after=0)
     assert [type(one) for one in problems] == [PlatformUnreachable]
     assert cancelled == [one.attempts.run for one in claims], "the others go"
 
@@ -212,7 +220,9 @@ def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) 
 def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:
     """As the pipeline does before it starts anything, for another key of the same name."""
     start = {"start": StartSettings.model_validate({"others": others, "sweep": sweep})}
-    return resolve_name_conflicts(claim.config.model_copy(update=start), run="gpt-9999999999", open=claim.attempts.open)
+    return resolve_name_conflicts(
+        claim.config.model_copy(update=start), run="gpt-9999999999", open_platform=claim.attempts.open_platform
+    )
 
 
 def test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user_says_so(
@@ -312,20 +322,20 @@ def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
     [found] = moved.attempts.all()
     assert (found.record.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
     with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was; .*--cancel-old"):
-        moved.take()
+        moved.reattach_or_create()
     assert moved.attempts.cancel() == [job_id]
-    assert moved.take().attempt == 2
+    assert moved.reattach_or_create().attempt == 2
 
 
 def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Path) -> None:
     platform, (old, new) = LocalPlatform(LocalPlatformConfig(kind="local")), (tmp_path / "old", tmp_path / "new")
-    directory = Path(claim_on(platform, old, RUN).take().directory)
+    directory = Path(claim_on(platform, old, RUN).reattach_or_create().directory)
     directory.mkdir(parents=True)
     (directory / SUBMISSION).write_text("{}")
     old.rename(new)
     [found] = claim_on(platform, new, RUN).attempts.all()
     assert found.status.native == "supervisor lost"
-    assert claim_on(platform, new, RUN).take().attempt == 2
+    assert claim_on(platform, new, RUN).reattach_or_create().attempt == 2
 
 
 BATCH = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"}
@@ -354,16 +364,16 @@ def test_a_forged_id_leads_no_verb_to_another_job_or_folder(
 ) -> None:
     run, index = "other-0123456789", claim.attempts.index
     directory = f"{tmp_path}/runs/{run}/attempts/1"
-    template = claim.take().model_copy(
+    template = claim.reattach_or_create().model_copy(
         update={"run": run, "nonce": "0a1b2c", "platform": section, "directory": directory}
     )
     index.create(template.model_copy(update={"job_id": forged.format(directory=directory)}))
     attempts = Attempts(index=index, run=run)
     for verb in (attempts.all, attempts.last, attempts.cancel, lambda: attempts.platform_of(attempts.records()[0])):
-        with pytest.raises(DataError, match=r"is not what that attempt is called on .*remove that file"):
+        with pytest.raises(DataError, match=r"does not give to that attempt in .*remove that file"):
             verb()
     (row,) = run_rows(index, [run])
-    assert (row.state, "is not what that attempt is called" in row.note) == ("unknown", True)
+    assert (row.state, "does not give to that attempt" in row.note) == ("unknown", True)
     honest = template.model_copy(update={"job_id": own.format(directory=directory)})
     assert attempts.platform_of(honest).name == section["kind"]
 
@@ -372,7 +382,7 @@ def test_last_attempt_is_found_without_reading_those_before(claim: Claim, platfo
     """A follower looks twice a second, and a bucket takes 50 ms for each file."""
     for _ in range(3):
         platform.end(begin(claim), JobState.FAILED)
-        claim.attempts.sweep()
+        claim.attempts.cleanup_last_attempt()
     index = claim.attempts.index
     for number in (1, 2):
         index.root.write(f"index/{claim.attempts.run}/{number}.json", b"damaged")

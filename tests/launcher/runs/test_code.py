@@ -165,7 +165,7 @@ def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mi
     script = plan_script(config := mounted())
     assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
     script.code.ship(script.root)
-    replace(claim_at(script), flow_runs=["mine"]).take()
+    replace(claim_at(script), flow_runs=["mine"]).reattach_or_create()
     (mine / "train.py").write_text("print('edited')")
     assert script_of_flow_run(config, "mine") == script
     assert find_started_with(config).runs == (script.name,)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import Attempts, cancel_each
+from launcher.runs.attempts import Attempts, cancel_all
 from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, machine_below, this_machine
 from launcher.runs.listing import orphaned_resources, resolve_target, run_rows
 from litgpt_demo.errors import DataError, FailureClass
@@ -181,7 +181,7 @@ def test_no_forged_record_stops_a_verb_about_all_runs(forgery: tuple[str, str, A
         assert [*rows, *bad] == [FORGED]
         assert resolve_target(RUN, root=folder).runs == (RUN,)
         assert {one.run for one in orphaned_resources(index)} <= {FORGED}
-        cancelled, _ = cancel_each([Attempts(index=index, run=run) for run in index.runs()], tell=print, patience=0)
+        cancelled, _ = cancel_all([Attempts(index=index, run=run) for run in index.runs()], log=print, patience=0)
         assert cancelled == []
 
 

@@ -11,7 +11,7 @@ from waiting import until
 
 from launcher.runs import lease as lease_module
 from launcher.runs.index import INDEX, Index
-from launcher.runs.lease import DEAD, Lease
+from launcher.runs.lease import LEASE_TIMEOUT, Lease
 from litgpt_demo.storage import Storage, open_storage
 
 RUN = "gpt-0123456789"
@@ -55,7 +55,7 @@ def test_a_dead_holder_loses_it_when_its_number_stood_still_for_seven_seconds(ro
     until(lambda: beats(root))
     die(one)
     assert not other.take()
-    clock.return_value += DEAD - 0.1
+    clock.return_value += LEASE_TIMEOUT - 0.1
     assert not other.take()
     clock.return_value += 0.1
     with other:
@@ -66,7 +66,7 @@ def test_a_dead_holder_loses_it_when_its_number_stood_still_for_seven_seconds(ro
 def test_a_holder_that_lives_keeps_it_however_long_somebody_waits(
     root: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_module, "BEAT", 0.01)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL", 0.01)
     clock = clock_at()
     with Lease(Index(root), RUN) as one, Lease(Index(root), RUN, clock=clock) as other:
         assert one.take()
@@ -74,7 +74,7 @@ def test_a_holder_that_lives_keeps_it_however_long_somebody_waits(
             seen = beats(root)
             until(lambda seen=seen: beats(root) > seen)  # type: ignore[misc]
             assert not other.take()
-            clock.return_value += DEAD - 1
+            clock.return_value += LEASE_TIMEOUT - 1
 
 
 def test_a_clock_that_jumps_by_an_hour_changes_nothing(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_a_clock_that_jumps_by_an_hour_changes_nothing(root: Storage, monkeypatc
 def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
     root: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_module, "BEAT", 0.01)
+    monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL", 0.01)
     clock, one = clock_at(), Lease(Index(root), RUN, flow_run="theirs")
     follower = Lease(Index(root), RUN, flow_run="the follower's", clock=clock)
     newcomer = Lease(Index(root), RUN, clock=clock)
@@ -103,13 +103,13 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
     assert not follower.take()
     die(one)
     follower.take()
-    clock.return_value += DEAD
+    clock.return_value += LEASE_TIMEOUT
     with follower, newcomer:
         assert follower.take()
         assert follower.inherited == "theirs"
         die(follower)
         newcomer.take()
-        clock.return_value += DEAD
+        clock.return_value += LEASE_TIMEOUT
         assert newcomer.take(), "a command that is typed after the death begins a new count"
         assert newcomer.inherited is None
 
@@ -132,7 +132,7 @@ def test_what_cannot_be_read_does_not_keep_the_lease_for_ever(root: Storage) -> 
             root.write(f"{INDEX}/{run}/lease/{name}", damage)
         with Lease(Index(root), run, clock=clock) as lease:
             assert not lease.take()
-            clock.return_value += DEAD
+            clock.return_value += LEASE_TIMEOUT
             assert lease.take()
 
 
@@ -145,7 +145,7 @@ def test_look_that_outlives_its_orchestrator_takes_nothing(root: Storage) -> Non
         leaving.start()
         leaving.join(0.1)  # which waits for this look, or has gone
 
-    lease._close = close
+    lease._restrict_permissions = close
     lease.take()
     leaving.join()
     with Lease(Index(root), RUN) as other:

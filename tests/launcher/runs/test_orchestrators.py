@@ -16,7 +16,7 @@ from launcher.errors import PlatformRefused
 from launcher.job import JobState
 from launcher.runs.attempts import Claim
 from launcher.runs.index import AttemptRecord
-from launcher.runs.lease import DEAD, Lease
+from launcher.runs.lease import LEASE_TIMEOUT, Lease
 
 RUN = "gpt-0123456789"
 ROOTS = ("team-a", "team-b")
@@ -41,9 +41,9 @@ class Orchestrator:
         last = self.claim.attempts.last()
         if last is not None and last.status.state is JobState.SUCCEEDED:
             return
-        self.claim.attempts.sweep()
+        self.claim.attempts.cleanup_last_attempt()
         ended = last.number if last is not None and last.status.state.is_final else 0
-        self.claimed = self.claim.take(ended=ended, leads=self.lease.take)
+        self.claimed = self.claim.reattach_or_create(ended=ended, leads=self.lease.take)
 
     def submit(self) -> None:
         record, platform = self.claimed, self.claim.platform
@@ -55,7 +55,7 @@ class Orchestrator:
 
     def die(self) -> None:
         """Stop beating, and let nothing go."""
-        self.lease._lose()
+        self.lease._drop()
 
 
 class Orchestrators(RuleBasedStateMachine):
@@ -95,7 +95,7 @@ class Orchestrators(RuleBasedStateMachine):
         orchestrator = self.orchestrators[which]
         orchestrator.lease.take()
         orchestrator.lease.take()  # the beat may have come since
-        orchestrator.time += DEAD + 1
+        orchestrator.time += LEASE_TIMEOUT + 1
         orchestrator.lease.take()
 
     @precondition(lambda self: any(orchestrator.claimed for orchestrator in self.orchestrators.values()))

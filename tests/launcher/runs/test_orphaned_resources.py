@@ -26,7 +26,7 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.platform = StrictPlatform()
         self.claim = claim_on(self.platform, folder, "demo-0123456789")
-        index, opening = self.claim.attempts.index, self.claim.attempts.open
+        index, opening = self.claim.attempts.index, self.claim.attempts.open_platform
         self.left: Callable[[], list[Any]] = partial(orphaned_resources, index, open=opening)
         self.remove: Callable[..., bool] = partial(remove_orphaned_resource, index, open=opening)
 
@@ -75,7 +75,7 @@ def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monk
 
     monkeypatch.setattr("flows.server.server_address", lambda: None)  # the tests' own server knows other tests' runs
     claim = claim_of(ScriptConfig(root=str(tmp_path), name="demo", script="/train.py"))
-    record = claim.take()
+    record = claim.reattach_or_create()
     claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     orphan = subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}, stdin=subprocess.PIPE)

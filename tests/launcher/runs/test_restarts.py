@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from launcher.runs.diagnosis import RESTARTED, Action, Verdict
 from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
-from launcher.runs.restarts import Budget, blamed, without_machine
+from launcher.runs.restarts import RestartPolicy, nodes_to_exclude, without_machine
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
 
@@ -26,7 +26,7 @@ def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts:
         made.append(AttemptVerdict(attempt=number, fault=fault, before=step, after=step + 10 * progressed))
         step = made[-1].after
     settings = RestartSettings.model_validate(restarts)
-    return Budget(run=run, max_restarts=max_restarts, settings=settings).after(made).wait
+    return RestartPolicy(run=run, max_restarts=max_restarts, settings=settings).decide(made).wait
 
 
 def goes_on(*endings: Ending, **given: Any) -> bool:
@@ -45,7 +45,7 @@ def test_who_allows_no_new_attempt_gets_none_unless_a_machine_was_only_taken_awa
     assert goes_on(*[(FailureClass.PREEMPTED, True)] * 500, max_restarts=0)
     assert not goes_on((FailureClass.PREEMPTED, True), max_restarts=9, preempted=0)
     before_the_newest = AttemptVerdict(attempt=3, fault=FailureClass.PREEMPTED, before=100, after=90)
-    again = Budget(run="owt", max_restarts=0).after([before_the_newest])
+    again = RestartPolicy(run="owt", max_restarts=0).decide([before_the_newest])
     assert again.wait is None, "training again what was trained before is no progress"
 
 
@@ -140,7 +140,7 @@ def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
 def test_a_machine_is_avoided_after_it_was_blamed_twice() -> None:
     def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:
         one = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=0)
-        return blamed([one.model_copy(update={"machine": machine}) for machine in machines], times=times)
+        return nodes_to_exclude([one.model_copy(update={"machine": machine}) for machine in machines], times=times)
 
     assert avoided("gke-a", "gke-b") == ()
     assert avoided("b", "", "a", "a", "", "c", "b", "c", "c") == ("a", "b", "c")

@@ -16,7 +16,7 @@ Tiny = Callable[..., RunConfig]
 
 def started(config: RunConfig | ScriptConfig) -> str:
     """Write a run's first attempt down as the pipeline does; returns the run's name."""
-    return claim_of(config).take().run
+    return claim_of(config).reattach_or_create().run
 
 
 @pytest.fixture

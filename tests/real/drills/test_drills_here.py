@@ -99,7 +99,7 @@ def test_an_orchestrator_is_killed_and_the_same_command_takes_up_what_lives(scen
 def test_of_two_orchestrators_one_starts_the_job_and_the_other_goes_on_when_that_one_dies(scene: Scene) -> None:
     one, other = scene.run(), scene.run()
     scene.until(step(20))
-    scene.until(said("adopted|follows"))
+    scene.until(said("reattached|follows"))
     [holder] = [command for command, log in scene.logs.items() if "submitted" in log.read_text()]
     holder.kill()
     scene.kill(RANK)

@@ -80,7 +80,7 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     [rank] = [one for one in of_job(config) if "LOCAL_RANK" in one.environ()]
     rank.suspend()  # so that it does not end before the resumed run is there, however fast it is
     try:
-        words = re.compile("adopted|this one follows")  # the dead one's lease may not have run out
+        words = re.compile("reattached|this orchestrator follows")  # the dead one's lease may not have run out
         until(lambda: words.search("\n".join(log.message for log in client.read_logs(wanted))), seconds=600)
     finally:
         rank.resume()

@@ -52,7 +52,7 @@ def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(
     assert "press Ctrl-C" not in shown.text, "it holds no longer"
     [take_up] = re.findall(r"^  take up +(.*)$", shown.text, re.MULTILINE)
     with opened("sh", "-c", f"exec {take_up}") as shown:
-        shown.read_until("adopted")
+        shown.read_until("reattached")
         shown.press_ctrl_c()
         shown.read_until("press Ctrl-C once more now to cancel it")
         shown.press_ctrl_c()

@@ -29,7 +29,7 @@ from launcher.job import Job, JobId, JobState
 from launcher.platforms.slurm.platform import CANCELLED, SUBMITTED, SlurmPlatform
 from launcher.platforms.slurm.render import render
 from launcher.platforms.slurm.settings import SlurmPlatformConfig, seconds_of
-from launcher.runs.attempts import Attempts, opening_beside
+from launcher.runs.attempts import Attempts, platform_opener
 from launcher.runs.diagnosis import Action, diagnose
 from launcher.runs.index import Index
 from litgpt_demo.errors import EXIT_CODES, FailureClass, is_marked_no_retry
@@ -597,16 +597,16 @@ def test_login_node_of_a_record_needs_one_the_user_names(
     """Whoever can write to the root can have a record name another host."""
     asked, settings = slurm(), settings_of(host="me@evil.example")
     script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": settings.model_dump()}
-    record = claim_of(ScriptConfig.model_validate(script)).take()
+    record = claim_of(ScriptConfig.model_validate(script)).reattach_or_create()
     attempts = Attempts(index=Index.of(str(tmp_path)), run=record.run)
     asked.clear()
-    elsewhere = opening_beside(settings_of(host="me@login"))
-    for known, opening in (("", attempts.open), ("me@login", attempts.open), ("", elsewhere)):
+    elsewhere = platform_opener(settings_of(host="me@login"))
+    for known, opening in (("", attempts.open_platform), ("me@login", attempts.open_platform), ("", elsewhere)):
         monkeypatch.setenv("TRAIN_LITGPT_SLURM_HOST", known)
         with pytest.raises(ConfigProblem, match=r"export TRAIN_LITGPT_SLURM_HOST=me@evil\.example"):
-            replace(attempts, open=opening).cancel()
+            replace(attempts, open_platform=opening).cancel()
     assert asked == []
-    assert replace(attempts, open=opening_beside(settings)).last() is not None
+    assert replace(attempts, open_platform=platform_opener(settings)).last() is not None
     monkeypatch.setenv("TRAIN_LITGPT_SLURM_HOST", "me@evil.example")
     assert attempts.last() is not None
 
