@@ -715,7 +715,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     profile: TunesRun[ProfileConfig | None] = None
     """Also record some steps with torch's profiler; empty records none."""
     max_restarts: TunesRun[Count] = Field(3, ge=0)
-    """The number of new attempts after each kind of fault of nodes and networks, hang, and preemption."""
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` can set others."""
     restarts: TunesRun[RestartSettings] = RestartSettings()
     """The rules of new attempts, by class of failure."""
 

@@ -1,4 +1,4 @@
-"""Starting from weights that were trained before: compared with the model, and read into it on every rank."""
+"""Starting from trained weights: they are compared with the model, and read into it on every rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -26,9 +26,9 @@ from litgpt_demo.catalogue import OF_WEIGHTS
 from litgpt_demo.config import InitialWeights, ModelConfig, Settings
 from litgpt_demo.documents import fetch_verified, read_manifest
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.models.huggingface import Tensors, huggingface_model
+from litgpt_demo.models.huggingface import HuggingFaceModel, Tensors, huggingface_model
 from litgpt_demo.models.model import litgpt_config, unchecked_config
-from litgpt_demo.storage import open_storage
+from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoint_reader import (
     OPTIMIZER,
     WEIGHTS,
@@ -41,139 +41,177 @@ from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.origins import CONFIGS, records_of, replay_problem
 from litgpt_demo.training.setup import Training
 
-# Names of a model and room for it, which change nothing in what it computes.
-_FREE = {"name", "hf_config", "block_size", "vocab_size", "padding_multiple"}
-_FREE_THERE = {"_attn_implementation", "architectures", "max_position_embeddings", "tie_word_embeddings", "use_cache"}
-# What files on the Hub say of rotary embeddings: transformers 5 makes `rope_parameters` of it, and writes those alone.
-_FREE_THERE |= {"rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_emb_base", "rotary_pct"}
-_FREE_THERE |= {"partial_rotary_factor"}
-# Settings of transformers that are one of LitGPT's.
-_LITGPTS = {
+# Fields of LitGPT's Config that do not change what a model computes: names, and room for more.
+_FREE_FIELDS = {"name", "hf_config", "block_size", "vocab_size", "padding_multiple"}
+# Fields of transformers' configs that do not. Files on the Hub have several fields of rotary embeddings, which
+# transformers 5 reads and writes as `rope_parameters` alone.
+_FREE_TRANSFORMERS_FIELDS = {
+    "_attn_implementation", "architectures", "max_position_embeddings", "tie_word_embeddings", "use_cache",
+    "rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_emb_base", "rotary_pct", "partial_rotary_factor",
+}  # fmt: skip
+_LITGPT_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "head_dim": "head_size",
     "num_key_value_heads": "n_query_groups", "num_kv_heads": "n_query_groups", "vocab_size": "padded_vocab_size",
 }  # fmt: skip
+"""LitGPT's names of fields of transformers' configs."""
 _FIX = "make model.name and model.config those of the weights"
-_TOLD = 3  # tensors that do not fit; the others fit as little
+_MOST_NAMED = 3  # tensors that do not fit
 
 
 def start_from(training: Training, origin: InitialWeights) -> None:
-    """Read the weights into the model on every rank, and the optimizer's state where it is wanted.
+    """Read the weights into the model on every rank, and the optimizer's state if it is wanted.
 
-    A DataError where they are not what was found, or not one tensor for each of the model's; a UserError where the
-    run's samples are those that the optimizer's state was made of.
+    A DataError if the files have changed, or are not one tensor for each of the model's. A UserError if the run's
+    samples are those that the optimizer's state was made of.
     """
-    if problem := replay_problem(origin, training.data.manifest.sample_keys, training.spec.train.seed):
+    problem = replay_problem(origin, training.data.manifest.sample_keys, training.spec.train.seed)
+    if problem is not None:
         raise UserError(problem[0], fix=problem[1])
-    ranks, local_rank, place = training.ranks, training.fabric.local_rank, open_storage(origin.address)
-    processes, local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), place.local_path()
+    ranks, local_rank, storage = training.ranks, training.fabric.local_rank, open_storage(origin.address)
+    local = storage.local_path()
     # Nodes share no folder, though they may share a machine.
     folder = local or training.scratch.parent / f"origin-{ranks.rank - local_rank}"
-    files = [one for one in records_of(origin) if origin.optimizer or not one.path.startswith(OPTIMIZER)]
-    # All ranks see all of a local folder, and verify a share of it each; of a bucket, of what their node fetches.
-    share = files[local_rank::processes] if local is None else files[ranks.rank :: ranks.world_size]
+    files = [record for record in records_of(origin) if origin.optimizer or not record.path.startswith(OPTIMIZER)]
+    # All ranks see a local folder, and each verifies a part of it. From a bucket, each node fetches all files.
+    part = files[ranks.rank :: ranks.world_size]
+    if local is None:
+        part = files[local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
     fix = "the weights have changed since the run was submitted: put them back, or submit it again"
-    ranks.gather_then_broadcast(lambda: fetch_verified(place, share, lambda: folder, fix), lambda _: None)
-
-    @torch.no_grad()
-    def read() -> None:
-        model, optimizer = training.model.module, training.optimizer.optimizer
-        config = litgpt_config(training.spec.model, vocab_size=training.data.manifest.vocab_size)
-        if problems := tensor_problems(config, origin, folder):
-            raise DataError("; ".join(problems), fix=_FIX)
-        state: dict[str, Any] = get_model_state_dict(model)
-        if origin.optimizer:
-            precision = training.fabric.strategy.precision
-            if saved := load_checkpoint(
-                model, optimizer, folder, precision=precision.state_dict(), address=origin.address
-            ):
-                precision.load_state_dict(saved)
-        elif origin.kind == "checkpoint":
-            load_weights(folder, state, address=origin.address)
-        else:
-            for name, tensor in (item for part in _parts(config, origin, folder) for item in part.items()):
-                into, value = state[name], tensor.to(state[name].device, state[name].dtype)
-                if isinstance(into, DTensor):  # every rank has read the same, and takes its part without communication
-                    value = distribute_tensor(value, into.device_mesh, into.placements, src_data_rank=None)
-                into.copy_(value)
-        if origin.kind == "litgpt" and ranks.rank == 0 and (wrappers := _of_litgpt(origin, folder)[1]):
-            print(f"model.from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
-
-    ranks.gather_then_broadcast(read, lambda _: None)
+    ranks.gather_then_broadcast(lambda: fetch_verified(storage, part, lambda: folder, fix), lambda _: None)
+    ranks.gather_then_broadcast(lambda: _read_weights(training, origin, folder), lambda _: None)
     if local is None and local_rank == 0:  # until all have read
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@torch.no_grad()
+def _read_weights(training: Training, origin: InitialWeights, folder: Path) -> None:
+    model, optimizer = training.model.module, training.optimizer.optimizer
+    config = litgpt_config(training.spec.model, vocab_size=training.data.manifest.vocab_size)
+    problems = tensor_problems(config, origin, folder)
+    if problems:
+        raise DataError("; ".join(problems), fix=_FIX)
+    state: dict[str, Any] = get_model_state_dict(model)
+    if origin.optimizer:
+        precision = training.fabric.strategy.precision
+        saved = load_checkpoint(model, optimizer, folder, precision=precision.state_dict(), address=origin.address)
+        if saved:
+            precision.load_state_dict(saved)
+    elif origin.kind == "checkpoint":
+        load_weights(folder, state, address=origin.address)
+    else:
+        for part in _iter_weights(config, origin, folder):
+            for name, tensor in part.items():
+                _copy(tensor, state[name])
+    if origin.kind == "litgpt" and training.ranks.rank == 0:
+        wrappers = _read_litgpt(origin, folder)[1]
+        if wrappers:
+            print(f"model.from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
+
+
+def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    value = tensor.to(target.device, target.dtype)
+    if isinstance(target, DTensor):  # every rank has read the same tensor, and takes its part without communication
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)
+
+
 def tensor_problems(config: Config, origin: InitialWeights, folder: Path) -> list[str]:
-    """Return which tensors of the weights in a local folder, by name and shape, are not those of the model."""
+    """Return a sentence for each of the first tensors in a local folder whose name or shape is not the model's."""
     if origin.kind == "checkpoint":
         stored = read_index(folder, address=origin.address).state_dict_metadata.items()
         found = {name.removeprefix(WEIGHTS): entry.size for name, entry in stored if name.startswith(WEIGHTS)}  # type: ignore[union-attr]
     else:
-        parts = _parts(config, origin, folder, forms=True)
-        found = {name: tensor.shape for part in parts for name, tensor in part.items()}
+        found = {}
+        for part in _iter_weights(config, origin, folder, meta=True):
+            found |= {name: tensor.shape for name, tensor in part.items()}
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in GPT(config).state_dict().items()}
-    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)][:_TOLD]
+    wrong = [name for name in sorted({*expected, *found}) if expected.get(name) != found.get(name)]
 
     def shape(shapes: dict[str, torch.Size], name: str) -> str:
         return str(list(shapes[name])) if name in shapes else "no such tensor"
 
-    return [f"{name}: {shape(found, name)} in {origin.name}, {shape(expected, name)} in the model" for name in wrong]
+    return [
+        f"{name}: {shape(found, name)} in {origin.name}, {shape(expected, name)} in the model"
+        for name in wrong[:_MOST_NAMED]
+    ]
 
 
-def _parts(config: Config, origin: InitialWeights, folder: Path, *, forms: bool = False) -> Iterator[Tensors]:
-    """Yield the weights of a folder by LitGPT's names, those of transformers a block at a time; of them only `forms`,
-    where no content is needed."""
+def _iter_weights(config: Config, origin: InitialWeights, folder: Path, *, meta: bool = False) -> Iterator[Tensors]:
+    """Yield the weights of a folder by LitGPT's names, those of transformers block by block.
+
+    With `meta`, only the shapes of the latter are read.
+    """
     if origin.kind == "litgpt":
-        yield _of_litgpt(origin, folder)[0]
+        yield _read_litgpt(origin, folder)[0]
         return
-    tied, found = _theirs(folder).tie_word_embeddings, huggingface_model(config)
+    tied = _transformers_config(folder).tie_word_embeddings
+    model = huggingface_model(config)
     with ExitStack() as stack:
-        paths = [folder / one for one in origin.files if one not in CONFIGS.values()]
-        files = [stack.enter_context(safe_open(path, "pt")) for path in paths]
-        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (a file is no mapping)
+        files: dict[str, Any] = {}  # by the name of each tensor
+        for path in origin.files:
+            if path not in CONFIGS.values():
+                file = stack.enter_context(safe_open(folder / path, "pt"))
+                files |= dict.fromkeys(file.keys(), file)
 
         def read(name: str) -> torch.Tensor:
-            shape = where[name].get_slice(name).get_shape()
-            return torch.empty(shape, device="meta") if forms else where[name].get_tensor(name)
+            if meta:
+                return torch.empty(files[name].get_slice(name).get_shape(), device="meta")
+            tensor: torch.Tensor = files[name].get_tensor(name)
+            return tensor
 
-        def block(name: str) -> str:
-            return numbered[0] if (numbered := re.match(r".*?\.\d+\.", name)) else ""
-
-        for _, names in groupby(sorted(where, key=block), block):
-            try:
-                part = {} if found is None else found.rename_back({name: read(name) for name in names})
-            except KeyError as error:
-                raise DataError(f"{origin.name} has a tensor {error}, and this model has none", fix=_FIX) from error
+        for _, names in groupby(sorted(files, key=_block_of), _block_of):
+            part: Tensors = {}
+            if model is not None:
+                try:
+                    part = model.rename_back({name: read(name) for name in names})
+                except KeyError as error:
+                    problem = f"{origin.name} has a tensor {error}, and this model has none"
+                    raise DataError(problem, fix=_FIX) from error
             if tied and "transformer.wte.weight" in part:
                 part.setdefault("lm_head.weight", part["transformer.wte.weight"])
             yield part
 
 
-# What torch.compile, DDP, Fabric, FSDP and activation checkpointing put into the names of the weights they wrap.
+def _block_of(name: str) -> str:
+    """Return the part of a tensor's name up to the number of its block; empty for those outside of blocks."""
+    numbered = re.match(r".*?\.\d+\.", name)
+    return "" if numbered is None else numbered[0]
+
+
+# The parts that torch.compile, DDP, Fabric, FSDP and activation checkpointing add to the names of weights.
 _WRAPPER = re.compile(r"\b(_orig_mod|module|_forward_module|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
-def _of_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str]]:
-    """Return the weights of a lit_model.pth, and what was taken off their names."""
+def _read_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str]]:
+    """Return the weights of a lit_model.pth, and the parts that were removed from their names."""
     with explain_unpickling_errors(origin.name):
         state = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
-    if isinstance(state, dict):  # `litgpt pretrain` and Lightning have more in it
-        state = next((state[key] for key in ("model", "state_dict") if isinstance(state.get(key), dict)), state)
+    if isinstance(state, dict):  # `litgpt pretrain` and Lightning save more than weights
+        for key in ("model", "state_dict"):
+            if isinstance(state.get(key), dict):
+                state = state[key]
+                break
     entries = state if isinstance(state, dict) else {"": state}
     for name, entry in entries.items():
         if not (name and torch.is_tensor(entry)):
-            kind = type(entry).__name__ + (f" by the name {name!r}" if name else "")
-            what = f"lit_model.pth of {origin.name} holds a {kind}, and no weights"
-            raise DataError(what, fix="save the dict of names and tensors alone by torch.save")
+            kind = type(entry).__name__
+            if name:
+                kind += f" by the name {name!r}"
+            problem = f"lit_model.pth of {origin.name} holds a {kind}, and no weights"
+            raise DataError(problem, fix="save the dict of names and tensors alone by torch.save")
     return {_WRAPPER.sub("", name): entry for name, entry in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
 
 
-def _theirs(folder: Path) -> Any:
-    """The settings of a model of transformers, with its defaults for what is not written."""
+def _transformers_config(folder: Path) -> Any:
+    """Read the config of a model of transformers, with its defaults for fields that the file omits."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+Problem: TypeAlias = tuple[str, str]
+"""A difference between the weights and the model, and its fix."""
 
 
 class CompatibilityRequest(Settings):
@@ -183,53 +221,74 @@ class CompatibilityRequest(Settings):
     vocab_size: int
     origin: InitialWeights
 
-    def answer(self) -> list[tuple[str, str]]:
-        """Return what is wrong, and what would do, where the weights are not of the model: by the settings that lie
-        beside them, and in a local folder by the names and shapes of tensors."""
-        origin, place = self.origin, open_storage(self.origin.address)
-        config = unchecked_config(self.model, vocab_size=(vocab_size := self.vocab_size))
-        ours: dict[str, Any] = {name: value for name, value in vars(config).items() if name not in _FREE}
+    def check(self) -> list[Problem]:
+        """Compare the weights with the model: by their settings, then in a local folder by tensors."""
+        origin, storage = self.origin, open_storage(self.origin.address)
+        config = unchecked_config(self.model, vocab_size=self.vocab_size)
         if origin.kind == "huggingface":
-            from transformers import AutoConfig
-
-            with TemporaryDirectory() as folder:
-                place.download("config.json", Path(folder, "config.json"))
-                there = _theirs(Path(folder))
-            found = huggingface_model(config)
-            if found is None or found.fields["model_type"] != there.model_type:
-                kind = found.fields["model_type"] if found else "something else"
-                return [(f"{origin.name} is a {there.model_type}, and the model is a {kind} to transformers", _FIX)]
-            # What transformers' class does not keep, no model reads.
-            names = {name for name in (*found.fields, "rope_parameters") if hasattr(there, name)} - _FREE_THERE
-            names -= {"hidden_act"} if "hidden_activation" in names else set()  # which goes before it
-            same: Any = AutoConfig.for_model(**found.fields)
-            ours, theirs = (
-                {_LITGPTS.get(name, name): getattr(model, name) for name in sorted(names)}
-                | {"head_size": getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads}
-                for model in (same, there)
-            )
-        elif origin.kind == "litgpt":
-            theirs = vars(Config(**yaml.safe_load(place.read(CONFIGS["litgpt"]))))
+            exported, stored = huggingface_model(config), _stored_transformers_config(storage)
+            if exported is None or exported.fields["model_type"] != stored.model_type:
+                kind = "something else" if exported is None else exported.fields["model_type"]
+                return [(f"{origin.name} is a {stored.model_type}, and the model is a {kind} to transformers", _FIX)]
+            expected, found = _comparable_fields(exported, stored)
         else:
-            manifest = read_manifest(place, CheckpointManifest)
-            stored = manifest.config["model"] if manifest and manifest.config else self.model
-            theirs = vars(unchecked_config(ModelConfig.model_validate(stored), vocab_size=vocab_size))
-        if (rows := theirs["padded_vocab_size"]) < vocab_size:
-            what = f"the tokenizer has {vocab_size} ids, and the weights of {origin.name} {rows} embeddings"
-            return [(what, OF_WEIGHTS)]
-        wrong = {name: theirs.get(name) for name in ours if ours[name] != theirs.get(name)}
-        what = "the model has {} {}, and the weights of {} have {}"
-        own = {name: f"set model.config.{name}={value}, or " for name, value in wrong.items() if name in vars(config)}
-        problems = [
-            (what.format(name, ours[name], origin.name, value), own.get(name, "") + _FIX)
-            for name, value in wrong.items()
-        ]
-        if not problems and (here := place.local_path()) is not None and (here / next(iter(origin.files))).exists():
-            problems = [(problem, _FIX) for problem in tensor_problems(config, origin, here)]
+            expected = {name: value for name, value in vars(config).items() if name not in _FREE_FIELDS}
+            found = self._litgpt_fields(storage)
+        rows = found["padded_vocab_size"]
+        if rows < self.vocab_size:
+            problem = f"the tokenizer has {self.vocab_size} ids, and the weights of {origin.name} {rows} embeddings"
+            return [(problem, OF_WEIGHTS)]
+        problems = []
+        for name, value in expected.items():
+            stored_value = found.get(name)
+            if stored_value == value:
+                continue
+            fix = f"set model.config.{name}={stored_value}, or {_FIX}" if name in vars(config) else _FIX
+            problem = f"the model has {name} {value}, and the weights of {origin.name} have {stored_value}"
+            problems.append((problem, fix))
+        folder = storage.local_path()
+        if not problems and folder is not None and (folder / next(iter(origin.files))).exists():
+            problems = [(problem, _FIX) for problem in tensor_problems(config, origin, folder)]
         return problems
+
+    def _litgpt_fields(self, storage: Storage) -> dict[str, Any]:
+        """Return the fields of LitGPT's Config that the weights were made with."""
+        if self.origin.kind == "litgpt":
+            config = Config(**yaml.safe_load(storage.read(CONFIGS["litgpt"])))
+        else:
+            manifest = read_manifest(storage, CheckpointManifest)
+            model = self.model
+            if manifest is not None and manifest.config:
+                model = ModelConfig.model_validate(manifest.config["model"])
+            config = unchecked_config(model, vocab_size=self.vocab_size)
+        return dict(vars(config))
+
+
+def _stored_transformers_config(storage: Storage) -> Any:
+    with TemporaryDirectory() as folder:
+        storage.download("config.json", Path(folder, "config.json"))
+        return _transformers_config(Path(folder))
+
+
+def _comparable_fields(exported: HuggingFaceModel, stored: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the fields of both configs that decide what a model computes, by LitGPT's names where it has them."""
+    from transformers import AutoConfig
+
+    # No model reads a field that transformers' class does not keep.
+    names = {name for name in (*exported.fields, "rope_parameters") if hasattr(stored, name)}
+    names -= _FREE_TRANSFORMERS_FIELDS
+    if "hidden_activation" in names:  # it takes precedence
+        names.discard("hidden_act")
+
+    def fields(config: Any) -> dict[str, Any]:
+        values = {_LITGPT_NAMES.get(name, name): getattr(config, name) for name in sorted(names)}
+        values["head_size"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return values
+
+    return fields(AutoConfig.for_model(**exported.fields)), fields(stored)
 
 
 def main(argv: Sequence[str]) -> int:
-    """`-m litgpt_demo compare`: a question in JSON comes on stdin, its answer goes to stdout."""
-    print(json.dumps(CompatibilityRequest.model_validate_json(sys.stdin.read()).answer()))
+    """Run `-m litgpt_demo compare`: read a request in JSON from stdin, and print its problems as JSON."""
+    print(json.dumps(CompatibilityRequest.model_validate_json(sys.stdin.read()).check()))
     return 0

@@ -109,7 +109,7 @@ def asked(name: str, config: Config, folder: Path) -> list[tuple[str, str]]:
     model = ModelConfig(name=name, config=changes, sequence_length=64)
     origin = find_initial_weights(str(folder), False, "nowhere")
     assert origin is not None
-    return CompatibilityRequest(model=model, vocab_size=300, origin=origin).answer()
+    return CompatibilityRequest(model=model, vocab_size=300, origin=origin).check()
 
 
 def saved_by_transformers(folder: Path, **changes: Any) -> None:

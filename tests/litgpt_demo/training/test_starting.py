@@ -44,7 +44,7 @@ def asked(
 ) -> list[tuple[str, str]]:
     """What is wrong with these weights for a model, with changes."""
     changed = model.model_copy(update={"config": {**model.config, **config}})
-    return CompatibilityRequest(model=changed, vocab_size=vocab_size, origin=origin).answer()
+    return CompatibilityRequest(model=changed, vocab_size=vocab_size, origin=origin).check()
 
 
 def logits(run: Path, origin: InitialWeights) -> torch.Tensor:
