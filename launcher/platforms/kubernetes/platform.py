@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from hashlib import sha256
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from launcher.errors import LauncherError, LoginProblem, PlatformRefused, PlatformUnreachable, finding_of, rival
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, JobState, JobStatus, LogPage, Submission
@@ -27,9 +26,6 @@ from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import open_storage
-
-DIGEST = "train-litgpt/submission"
-"""Annotation of the JobSet or Job: a checksum of what was sent. Defaults and controllers change what is stored."""
 
 _EXPLAIN = 20.0
 """Seconds between two queries why a job waits."""
@@ -110,7 +106,7 @@ class GkePlatform:
             _serves_jobsets[self._key] = self.cluster.serves(api.JOBSETS)
 
     def submit(self, submission: Submission) -> JobId:
-        """Create the job's objects, or reattach to a job of that name that was made of the same ones.
+        """Create the job's objects, or reattach to the existing job of that name, which only this attempt has.
 
         The JobSet or Job comes first and owns the others, so that none of them outlives it. If an older job of that
         name is still being removed, this raises PlatformUnreachable.
@@ -119,18 +115,14 @@ class GkePlatform:
             raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
         job, items = states.JobName.parse(submission.job_id), submission.body["items"]
         workload = states.workload_of(items)
-        kind, meta = workload["kind"], workload["metadata"]
+        kind = workload["kind"]
         created: list[ApiObject] = []
         try:
             if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
                 _serves_jobsets[self._key] = False
                 fix = "install it (docs/gke.md), or set platform.workload=job"
                 raise PlatformRefused(f"{self.cluster.where} has no JobSet", fix=fix)
-            self._refuse_rivals(job, meta.get("labels", {}).get(RUN_LABEL))
-            opposite = "Job" if kind == "JobSet" else "JobSet"
-            if self.cluster.get(api.SENT[opposite], job.namespace, job.name) is not None:
-                what = f"a {opposite} {job} exists, but this would be a {kind}: two jobs would write over each other"
-                raise PlatformRefused(what, fix="cancel it first")
+            self._refuse_rivals(job, kind, workload["metadata"]["labels"][RUN_LABEL])
             # The submission in the attempt's folder identifies the attempt while its pods are waiting.
             command = states.container_of(states.pod_of(workload))["command"]
             directory = command[command.index("--log-uri") + 1].replace("$$", "$")
@@ -138,9 +130,8 @@ class GkePlatform:
                 open_storage(directory).write("submission.json", json.dumps(submission.body, indent=1).encode())
             except (TrainLitgptError, OSError) as error:
                 raise PlatformRefused(f"{directory} cannot be written: {error}", fix="choose another root") from error
-            annotations = {**meta.get("annotations", {}), DIGEST: digest_of(items)}
             try:
-                owner = self._create(job, {**workload, "metadata": {**meta, "annotations": annotations}}, created)
+                owner = self._create(job, workload, created)
                 for item in items:
                     if item is not workload:
                         owned = {**item, "metadata": {**item["metadata"], "ownerReferences": [owner]}}
@@ -153,18 +144,18 @@ class GkePlatform:
             raise PlatformRefused(str(error), fix=advice(error.message)) from error
         return submission.job_id
 
-    def _refuse_rivals(self, job: states.JobName, run: str | None) -> None:
-        """Refuse a second job of the same run and root: the run index was deleted while the first one ran."""
-        if run is None:
-            return
-        for resource in (api.JOBSETS, api.JOBS):
+    def _refuse_rivals(self, job: states.JobName, own_kind: str, run: str) -> None:
+        """Refuse a second job of the same run and root: the run index was deleted while the first one ran, or this
+        attempt is a JobSet already and would become a Job."""
+        for kind, resource in (("JobSet", api.JOBSETS), ("Job", api.JOBS)):
             try:
                 found, _ = self.cluster.list(resource, job.namespace, labels=f"{RUN_LABEL}={run}")
             except (api.NotFound, api.Forbidden):
                 continue
             for workload in found:
                 name = workload["metadata"]["name"]
-                if name == job.name or states.owners_of(workload) or states.final(workload) is not None:
+                is_own = (kind, name) == (own_kind, job.name)
+                if is_own or states.owners_of(workload) or states.final(workload) is not None:
                     continue
                 if workload["metadata"].get("deletionTimestamp"):
                     raise PlatformUnreachable(f"{name}, an older job of the same run, is still being removed")
@@ -188,14 +179,10 @@ class GkePlatform:
             stored = self.cluster.get(resource, job.namespace, name)
         if stored is None or stored["metadata"].get("deletionTimestamp"):
             raise PlatformUnreachable(f"an older {kind} {name} is still being removed", fix="submit again")
-        found = stored["metadata"]
         if owners and owners[0]["uid"] not in states.owners_of(stored):
             fix = "remove it, or give the run another name"
             raise PlatformRefused(f"{kind} {name} exists, but belongs to something else", fix=fix)
-        if not owners and found.get("annotations", {}).get(DIGEST) != meta["annotations"][DIGEST]:
-            fix = "cancel it, or give the run another name"
-            raise PlatformRefused(f"{kind} {job} exists, but was made of something else", fix=fix)
-        return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": str(found["uid"])}
+        return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": states.uid_of(stored)}
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         return job_id == job_id_of(self._settings, attempt_name)
@@ -317,16 +304,6 @@ def _delete(
         except api.Forbidden as error:
             refused[resource] = error
     return is_going
-
-
-def digest_of(items: Any) -> str:
-    """Return a checksum of what is sent, without labels, which name the submitter and change nothing."""
-
-    def without_labels(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value for name, value in pairs if name != "labels"}
-
-    sent = json.loads(json.dumps(items), object_pairs_hook=without_labels)
-    return sha256(json.dumps(sent, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _list_remaining(
