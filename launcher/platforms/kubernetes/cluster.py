@@ -187,14 +187,9 @@ class Cluster:
         self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, _DELETE, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
-        """Delete this object, but not another one that has its name by now."""
+        """Delete this object and all that it owns. It is no error if it is gone."""
         meta = thing["metadata"]
-        body = {**_DELETE, "preconditions": {"uid": meta["uid"]}}
-        try:
-            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body, missing={})
-        except ApiRefused as error:
-            if error.status != 409:  # another object has its name, so this one is gone
-                raise
+        self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, _DELETE, missing={})
 
     def serves(self, resource: Resource) -> bool:
         """Return whether the cluster knows this kind."""

@@ -70,8 +70,7 @@ class JobWatch:
             if found is not None:
                 self.workload = {"kind": kind, **found}
                 break
-        if before is not None and (found is None or states.uid_of(found) != states.uid_of(before)):
-            self.workload, self._is_deleted = before, True  # another job may have its name now
+        self._is_deleted = before is not None and found is None
         if self.workload is not None and (not self.watched or states.final(self.workload) is not None):
             self._refresh()  # the watch may not have delivered the ends of the last pods yet
             self._is_settled = self.watched

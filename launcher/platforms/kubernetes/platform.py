@@ -215,10 +215,10 @@ class GkePlatform:
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         job, watch = states.JobName.parse(job_id), self._jobs.get(job_id)
         if watch is None or not watch.watched:
-            unwatched, follower = JobWatch(self.cluster, job), Follower(self.cluster, job, position, once=True)
-            unwatched.status()
+            follower = Follower(self.cluster, job, position, once=True)
+            pods, _ = self.cluster.list(api.PODS, job.namespace, labels=job.labels)
             try:
-                return follower.page(unwatched.pods(), last=True)
+                return follower.page(pods, last=True)
             finally:
                 follower.stop()
         has_ended = watch.status().state.is_final

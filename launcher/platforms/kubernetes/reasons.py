@@ -228,18 +228,14 @@ kubelet cannot start them, or Kueue has deactivated the job. Controllers try aga
 def _of_events(
     cluster: Cluster, job: states.JobName, workload: ApiObject, waiting: list[ApiObject], *, complete: bool
 ) -> Iterator[Finding]:
-    uids = {job.name: states.uid_of(workload)}
+    names = [job.name, *(pod["metadata"]["name"] for pod in waiting)]
     if workload["kind"] == "JobSet":
-        uids[job_name(job.name)] = ""  # a Job whose uid we do not know
-    uids |= {pod["metadata"]["name"]: states.uid_of(pod) for pod in waiting}
-    for name, uid in uids.items():
+        names.insert(1, job_name(job.name))
+    for name in names:
         events, _ = cluster.list(EVENTS, job.namespace, fields=f"involvedObject.name={name}")
         events.sort(key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""))
-        newest: dict[str, str] = {}
-        for event in events:
-            # The events of an older object of that name do not count. Reason and message are optional (core/v1 Event).
-            if uid in ("", (event.get("involvedObject") or {}).get("uid")):
-                newest[str(event.get("reason") or "")] = str(event.get("message") or "")
+        # The newest of each reason. Reason and message are optional (core/v1 Event).
+        newest = {str(event.get("reason") or ""): str(event.get("message") or "") for event in events}
         if complete:  # the problem that kept a pod from being created is over
             newest.pop("FailedCreate", None)
         for reason, message in newest.items():
