@@ -1,15 +1,15 @@
-"""The run index: every attempt that was ever started under a root, so that it is found again by name alone.
+"""The run index: every attempt that was ever started under a root, so that a run is found by its name.
 
-index/<run>/<attempt>.json                       what was started: created before the platform is asked, never changed
-index/<run>/<attempt>.ended.json                 how it ended, created by the first who saw it
-index/<run>/<attempt>.read.json                  up to where its log was handed on: the next orchestrator goes on there
+index/<run>/<attempt>.json                       the attempt: created before its job is submitted, never changed
+index/<run>/<attempt>.ended.json                 its end, created by the first orchestrator that has seen it
+index/<run>/<attempt>.read.json                  the position up to which its log is logged, for the next orchestrator
 index/<run>/lease/                               which orchestrator starts its attempts (launcher.runs.lease)
 index/<run>/announced-<what>.json                an event was emitted that a run has once
-index/<name>/cancel-<token>.json                 somebody asked for the run or sweep to end
-index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that started this attempt, or took it up
+index/<name>/cancel-<token>.json                 a request to cancel the run or sweep
+index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that has started this attempt, or reattached to it
 
-All of them are small, and each but the place in the log is created once (Storage.create), so that two writers never
-overwrite each other. So is the verdict on an attempt that ended badly, runs/<run>/attempts/<attempt>/verdict.json.
+All are small. Each but the position is created once (Storage.create), so that two writers never overwrite each other.
+So is the verdict on an attempt that ended badly, runs/<run>/attempts/<attempt>/verdict.json.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 from urllib.parse import quote
 
 import psutil
@@ -43,29 +43,32 @@ from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.storage.private import make_private
 
 INDEX = "index"
-_FLOW_RUNS = "flow-runs"  # no run's name: those end with a key
-_FOLLOWED = re.compile(r"(?P<flow_run>[^/]+)/(?P<run>[^/]+)/(?P<attempt>[0-9]{1,9})\.json")
-_READERS = 16  # small files read at once; a bucket takes 50 ms for each
+_FLOW_RUNS = "flow-runs"  # no run has this name, because names of runs end with an id
+_LINK = re.compile(rf"{_FLOW_RUNS}/(?P<flow_run>[^/]+)/(?P<run>[^/]+)/(?P<attempt>[0-9]{{1,9}})\.json")
+_READERS = 16  # files that are read in parallel; a bucket takes 50 ms for each
 
 MOST_EXCLUDED = 16
-"""Machines that an attempt avoids at the most: where more are blamed, it is not the machines."""
+"""The most machines that an attempt avoids: if more are blamed, the machines are not the cause."""
 
 _LONGEST_POSITION = 1 << 20  # characters; a thousand nodes have 60 kB
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
 FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
 
-_END_FIX = "remove that file; the platform is then asked how the attempt ended"
+_END_FIX = "remove that file; the attempt's end is then queried from its platform"
 _VERDICT_FIX = "remove that file; its attempt is then not counted"
 
-S = TypeVar("S")
 T = TypeVar("T")
+AttemptId: TypeAlias = tuple[str, int]
+"""The run and the number of an attempt."""
 
 
 class DamagedRecords(dict[str, str]):
     """The runs whose last record nobody can read, each with what is wrong."""
 
     def __str__(self) -> str:
-        return f"{len(self):,} records of the run index could not be read; one: {self[min(self)]}" if self else ""
+        if not self:
+            return ""
+        return f"{len(self):,} records of the run index could not be read; the first: {self[min(self)]}"
 
 
 class AttemptRecord(Settings):
@@ -79,7 +82,7 @@ class AttemptRecord(Settings):
     key: str
     attempt: int
     nonce: str = Field(pattern="^[0-9a-f]{6}$")
-    """Part of the job's name on its platform, which does not come back when the index is deleted and made again."""
+    """A random part of the job's name on its platform, so that a deleted index never leads to the same name again."""
     sweep: str | None = None
     trial: str | None = None
     config: dict[str, JsonValue]
@@ -87,19 +90,18 @@ class AttemptRecord(Settings):
     """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""
     job_id: JobId
     directory: str
-    """Address of the attempt's logs and reports: below the root that it was read from, wherever that was when the
-    attempt was submitted."""
+    """Address of the attempt's logs and reports, below the root as it is mounted here."""
     root: str = Field("", exclude=True)
     """The root's address when the attempt was submitted; not stored by itself."""
     exclude_nodes: tuple[MachineName, ...] = Field((), max_length=MOST_EXCLUDED)
-    """The machines that it avoids, because earlier attempts blamed them."""
+    """The machines that it avoids, because the verdicts on earlier attempts blame them."""
     code: str | None = None
-    """Address of the archive of the user's own code, named by its sha256; None where the image has it all."""
+    """Address of the archive of the user's own code, named by its sha256; None if the image has all code."""
     flow_run: str | None = None
     user: str
     host: str
     machine: str
-    """A stable id of the machine that submitted it: host names change with the network."""
+    """A stable id of the machine that submitted it, because host names change with the network."""
     created: Moment
 
     @property
@@ -115,7 +117,7 @@ class AttemptRecord(Settings):
 
 
 class AttemptEnd(Settings):
-    """The end of an attempt, as its platform told it to the first who asked."""
+    """The end of an attempt, as its platform first reported it."""
 
     state: JobState
     native: str
@@ -151,9 +153,9 @@ class AttemptVerdict(Settings):
     machine: MachineName | Literal[""] = ""
     """The host, if the end counts against it."""
     step: int | None = Field(None, ge=0, le=2**53)
-    """The steps that were done when a GPU stopped in the middle of the program's work; None for any other end."""
+    """The steps that were done when a GPU failed in the middle of its work; None for any other end."""
     flow_run: str | None = None
-    """The outermost flow run that orchestrated the attempt: one that is resumed goes on with its count."""
+    """The outermost flow run that orchestrated the attempt. If it is resumed, it continues its count."""
     evidence: tuple[str, ...] = ()
     action: str = ""
     """What follows by the failure class alone; the run's budget may be used up."""
@@ -178,107 +180,101 @@ class Index:
         return self.root.within(INDEX)
 
     def restrict_permissions(self, run: str) -> None:
-        """Make the folders of the index and of a run, closed to other users of this machine where they are new."""
+        """Make the folders of the index and of a run; new ones are closed to other users of this machine."""
         for folder in (self._folder.local_path(), self.root.within(f"runs/{run}").local_path()):
             if folder is not None:
                 with translate_os_errors(str(folder)):
                     make_private(folder)
 
     def create(self, record: AttemptRecord) -> bool:
-        """Write an attempt down unless that number is taken; return whether it is this one's."""
+        """Store a record unless its attempt has one; return whether this call has stored it."""
         return self._folder.create(f"{record.run}/{record.attempt}.json", _content(record))
 
     def records(self, run: str) -> list[AttemptRecord]:
         """Return every attempt of a run, oldest first."""
-        return self._read_all(self._record, self._attempts(".json", run))
+        return self._read_all(self._record, self._attempts_of(run, ".json"))
 
     def last(self, run: str) -> AttemptRecord | None:
-        """Return the last attempt of a run, None before the first. No other is read."""
-        numbered = self._attempts(".json", run)
-        return self._record(numbers) if (numbers := max(numbered, default=None)) else None
+        """Return the last attempt of a run, None before the first. No other record is read."""
+        attempts = self._attempts_of(run, ".json")
+        return self._record(max(attempts)) if attempts else None
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
-        """Return the last attempt of every run of this root, the newest first; `bad` gets those that are damaged."""
-        found = self._readable(_newest_of_each(self._attempts(".json")).items(), bad)
-        return sorted(found, key=lambda record: record.created, reverse=True)
+        """Return the last attempt of every run of this root, the newest first; `bad` gets the damaged records."""
+        attempts = _newest_of_each(_find_attempts(".json", self._folder.list()))
+        return sorted(self._readable(attempts, bad), key=lambda record: record.created, reverse=True)
 
     def of_name(self, name: str, bad: DamagedRecords) -> list[AttemptRecord]:
-        """Return every attempt of all runs of this name; `bad` gets the runs of those that are damaged."""
-        return self._readable(_of_name(name, self._attempts(".json")), bad)
+        """Return every attempt of all runs of this name; `bad` gets the damaged records."""
+        attempts = _find_attempts(".json", self._folder.list())
+        return self._readable([attempt for attempt in attempts if _has_name(attempt, name)], bad)
 
     def unended(self, name: str, bad: DamagedRecords) -> list[AttemptRecord]:
-        """Return the last attempt of each run of this name, unless it is known to have ended; `bad` as in `newest`.
+        """Return the last attempt of each run of this name unless its end is recorded; `bad` gets the damaged records.
 
-        That is one list of the index, and a read of each attempt that is returned.
+        This lists the index once, and reads only the records that it returns.
         """
         paths = self._folder.list()
-        ended = set(_numbered_paths(".ended.json", paths))
-        last = _newest_of_each(_of_name(name, _numbered_paths(".json", paths))).items()
-        return self._readable([attempt for attempt in last if attempt not in ended], bad)
+        ended = set(_find_attempts(".ended.json", paths))
+        newest = _newest_of_each(_find_attempts(".json", paths))
+        return self._readable([attempt for attempt in newest if _has_name(attempt, name) and attempt not in ended], bad)
 
     def runs(self) -> list[str]:
-        """Return the name of every run, without reading what was written of it."""
-        return list(_newest_of_each(self._attempts(".json")))
+        """Return the name of every run, without reading a record."""
+        return [run for run, _ in _newest_of_each(_find_attempts(".json", self._folder.list()))]
 
     def record_end(self, record: AttemptRecord, status: JobStatus) -> None:
-        """Write down how an attempt ended, unless somebody has."""
-        ended = AttemptEnd(
+        """Store how an attempt ended, unless its end is recorded."""
+        end = AttemptEnd(
             state=status.state, native=status.native, seen=time.time(), scheduled=status.scheduled,
             pulled=status.pulled, ended=status.ended,
         )  # fmt: skip
-        self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(ended))
+        self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(end))
 
     def end_of(self, record: AttemptRecord) -> AttemptEnd | None:
-        """Return how an attempt ended, None where nobody saw it."""
+        """Return the recorded end of an attempt, None without one."""
         with suppress(FileNotFoundError):
-            return self._read(AttemptEnd, f"{record.run}/{record.attempt}.ended.json", fix=_END_FIX)
+            return self._end((record.run, record.attempt))
         return None
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
-        """Return how each attempt of a run ended, as far as somebody saw it."""
-        return self._numbered(AttemptEnd, run, ".ended.json", _END_FIX)
+        """Return the recorded ends of a run's attempts by number."""
+        attempts = self._attempts_of(run, ".ended.json")
+        ends = self._read_all(self._end, attempts)
+        return {number: end for (_, number), end in zip(attempts, ends, strict=True)}
 
     def record_verdict(self, run: str, verdict: AttemptVerdict) -> bool:
-        """Store why an attempt ended badly, unless another orchestrator has; return whether this one did."""
+        """Store why an attempt ended badly, unless another orchestrator has; return whether this call has stored it."""
         return self.root.create(_verdict_path(run, verdict.attempt), _content(verdict))
 
     def verdicts_of_flow_run(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
-        """Return the attempts of a run that ended badly under this flow run, oldest first."""
-        return [judged for judged in self.verdicts(run) if judged.flow_run == flow_run] if flow_run else []
+        """Return the verdicts on a run's attempts under this flow run, oldest first."""
+        if not flow_run:
+            return []
+        return [verdict for verdict in self.verdicts(run) if verdict.flow_run == flow_run]
 
     def verdicts(self, run: str) -> list[AttemptVerdict]:
-        """Return all attempts of a run that ended badly, oldest first."""
-
-        def read(number: int) -> AttemptVerdict | None:
-            path = _verdict_path(run, number)
-            try:
-                content = self.root.read(path, most=_MOST_RECORD)
-            except FileNotFoundError:
-                return None
-            verdict = parse_json(content, AttemptVerdict, where=self.root.address(path), fix=_VERDICT_FIX)
-            if verdict.attempt != number:
-                raise DataError(f"{self.root.address(path)} is of attempt {verdict.attempt}", fix=_VERDICT_FIX)
-            return verdict
-
-        verdicts = self._read_all(read, [number for _, number in self._attempts(".json", run)])
+        """Return the verdicts on all attempts of a run that ended badly, oldest first."""
+        verdicts = self._read_all(self._verdict, self._attempts_of(run, ".json"))
         return [verdict for verdict in verdicts if verdict is not None]
 
     def save_log_position(self, record: AttemptRecord, position: str) -> None:
-        """Write down up to where an attempt's log was handed on, as its platform named the place (LogPage)."""
-        place = with_checksum(json.dumps({"position": position}, indent=1).encode(), "record")
-        with suppress(TrainLitgptError):  # the lines are then handed on again
-            replace(self._folder, durable=False).write(f"{record.run}/{record.attempt}.read.json", place)
+        """Store the position in an attempt's log up to which its lines are logged (LogPage)."""
+        content = with_checksum(json.dumps({"position": position}, indent=1).encode(), "record")
+        with suppress(TrainLitgptError):  # the lines are then logged again
+            replace(self._folder, durable=False).write(f"{record.run}/{record.attempt}.read.json", content)
 
     def log_position(self, record: AttemptRecord) -> str:
-        """Return that place; the beginning where nothing tells of one."""
+        """Return the stored position in an attempt's log; empty, for the beginning, without one."""
+        path = f"{record.run}/{record.attempt}.read.json"
         with suppress(FileNotFoundError, DataError):
-            path = f"{record.run}/{record.attempt}.read.json"
-            position = self._read(dict[str, str], path, fix="the log is read anew").get("position", "")
-            return position if len(position) <= _LONGEST_POSITION else ""
+            position = self._read(dict[str, str], path, fix="the log is read again").get("position", "")
+            if len(position) <= _LONGEST_POSITION:
+                return position
         return ""
 
     def request_cancel(self, name: str) -> str:
-        """Ask the orchestrators of this run or sweep to start nothing more of it; return the request."""
+        """Request that the orchestrators of this run or sweep start nothing more of it; return the request's name."""
         request = f"cancel-{secrets.token_hex(8)}.json"
         self._folder.create(f"{name}/{request}", b"{}")
         return request
@@ -287,96 +283,115 @@ class Index:
         self._folder.remove(f"{name}/{request}")
 
     def cancellations(self, name: str) -> frozenset[str]:
-        """Return every such request ever made. An orchestrator compares them with those that it found at its start."""
+        """Return every request ever made. An orchestrator compares them with those that existed at its start."""
         return frozenset(path for path in self._folder.within(name).list() if path.startswith("cancel-"))
 
     def announce(self, run: str, what: str) -> bool:
-        """Return whether the caller is the first to announce this of a run: several orchestrators may come to it."""
+        """Return whether this call is the first for this event of a run, because several orchestrators may emit it."""
         return self._folder.create(f"{run}/announced-{what}.json", b"{}")
 
     def link_flow_run(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
-        """Note that these flow runs of Prefect's orchestrate an attempt."""
+        """Store that these flow runs of Prefect orchestrate an attempt."""
         for flow_run in flow_runs:
             self._folder.create(f"{_FLOW_RUNS}/{flow_run}/{record.run}/{record.attempt}.json", b"{}")
 
     def attempts_of_flow_run(self, flow_run: str) -> dict[str, int]:
-        """Return the runs that a flow run has orchestrated, each with the last attempt that was this flow run's."""
-        return _newest_of_each(self.flow_runs_of_attempts(flow_run))
+        """Return the runs that a flow run has orchestrated, each with its last attempt under this flow run."""
+        return dict(_newest_of_each(self.flow_runs_of_attempts(flow_run)))
 
-    def flow_runs_of_attempts(self, flow_run: str = "") -> dict[tuple[str, int], tuple[str, ...]]:
+    def flow_runs_of_attempts(self, flow_run: str = "") -> dict[AttemptId, tuple[str, ...]]:
         """Return the flow runs of every attempt by run and number; only the attempts of `flow_run`, if it is set."""
-        found: dict[tuple[str, int], tuple[str, ...]] = {}
-        for path in self._folder.within(f"{_FLOW_RUNS}/{flow_run}" if flow_run else _FLOW_RUNS).list():
-            if which := _FOLLOWED.fullmatch(f"{flow_run}/{path}" if flow_run else path):
-                attempt = which["run"], int(which["attempt"])
-                found[attempt] = (*found.get(attempt, ()), which["flow_run"])
-        return found
+        folder = f"{_FLOW_RUNS}/{flow_run}" if flow_run else _FLOW_RUNS
+        flow_runs: dict[AttemptId, tuple[str, ...]] = {}
+        for path in self._folder.within(folder).list():
+            match = _LINK.fullmatch(f"{folder}/{path}")
+            if match:
+                attempt = match["run"], int(match["attempt"])
+                flow_runs[attempt] = (*flow_runs.get(attempt, ()), match["flow_run"])
+        return flow_runs
 
-    def _attempts(self, kind: str, run: str = "") -> list[tuple[str, int]]:
-        paths = [f"{run}/{path}" for path in self._folder.within(run).list()] if run else self._folder.list()
-        return _numbered_paths(kind, paths)
+    def _attempts_of(self, run: str, kind: str) -> list[AttemptId]:
+        return _find_attempts(kind, [f"{run}/{path}" for path in self._folder.within(run).list()])
 
-    def _numbered(self, kind: type[T], run: str, name: str, fix: str) -> dict[int, T]:
-        numbers = [number for _, number in self._attempts(name, run)]
-        read = partial(self._read, kind, fix=fix)
-        return dict(zip(numbers, self._read_all(read, [f"{run}/{number}{name}" for number in numbers]), strict=True))
-
-    def _readable(self, those: Iterable[tuple[str, int]], bad: DamagedRecords | None) -> list[AttemptRecord]:
-        def read(which: tuple[str, int]) -> AttemptRecord | None:
+    def _readable(self, attempts: Iterable[AttemptId], bad: DamagedRecords | None) -> list[AttemptRecord]:
+        def read(attempt: AttemptId) -> AttemptRecord | None:
             try:
-                return self._record(which)
-            except DataError as error:  # it must not stop a verb that is about another run
+                return self._record(attempt)
+            except DataError as error:  # it must not stop a command for another run
                 if bad is not None:
-                    bad[which[0]] = str(error)
+                    bad[attempt[0]] = str(error)
                 return None
 
-        return [record for record in self._read_all(read, those) if record is not None]
+        return [record for record in self._read_all(read, attempts) if record is not None]
 
-    def _read_all(self, read: Callable[[S], T], those: Iterable[S]) -> list[T]:
+    def _read_all(self, read: Callable[[AttemptId], T], attempts: Iterable[AttemptId]) -> list[T]:
         with ThreadPoolExecutor(_READERS) as pool:
-            return list(pool.map(read, those))
+            return list(pool.map(read, attempts))
 
-    def _record(self, which: tuple[str, int]) -> AttemptRecord:
-        run, number = which
-        record = self._read(AttemptRecord, path := f"{run}/{number}.json")
-        if (record.run, record.attempt) != which:
-            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}", fix=FIX)
-        place = f"runs/{run}/{ATTEMPTS}/{number}"
-        own = self.root.address(place)
-        above, found, rest = record.directory.rpartition(place)
+    def _end(self, attempt: AttemptId) -> AttemptEnd:
+        run, number = attempt
+        return self._read(AttemptEnd, f"{run}/{number}.ended.json", fix=_END_FIX)
+
+    def _verdict(self, attempt: AttemptId) -> AttemptVerdict | None:
+        path = _verdict_path(*attempt)
         try:
-            root = (open_storage(above) if above else self.root).address() if found and not rest else None
-        except UserError:
-            root = None
+            content = self.root.read(path, most=_MOST_RECORD)
+        except FileNotFoundError:
+            return None
+        verdict = parse_json(content, AttemptVerdict, where=self.root.address(path), fix=_VERDICT_FIX)
+        if verdict.attempt != attempt[1]:
+            raise DataError(f"{self.root.address(path)} is of attempt {verdict.attempt}", fix=_VERDICT_FIX)
+        return verdict
+
+    def _record(self, attempt: AttemptId) -> AttemptRecord:
+        run, number = attempt
+        path = f"{run}/{number}.json"
+        record = self._read(AttemptRecord, path)
+        if (record.run, record.attempt) != attempt:
+            raise DataError(f"{self._folder.address(path)} is of attempt {record.attempt} of {record.run}", fix=FIX)
+        folder = f"runs/{run}/{ATTEMPTS}/{number}"
+        root = self._root_above(record.directory, folder)
         if root is None:
             what = f"{self._folder.address(path)} says that its logs and reports are in {record.directory!r}"
-            raise DataError(f"{what}, and they are in {place} of a root; {FIX}")
-        # The root may have been moved, or be mounted elsewhere. Ids of jobs that are kept in the folder name it.
-        job_id = record.job_id
-        for there, here in ((record.directory, own), (quote(record.directory, safe="/:"), quote(own, safe="/:"))):
-            job_id = JobId(job_id.replace(there, here))
-        return record.model_copy(update={"directory": own, "job_id": job_id, "root": root})
+            raise DataError(f"{what}, but they are in {folder} of a root; {FIX}")
+        # The root may have been moved, or be mounted elsewhere. Job ids that name the attempt's folder follow it.
+        directory, job_id = self.root.address(folder), record.job_id
+        job_id = JobId(job_id.replace(record.directory, directory))
+        job_id = JobId(job_id.replace(quote(record.directory, safe="/:"), quote(directory, safe="/:")))
+        return record.model_copy(update={"directory": directory, "job_id": job_id, "root": root})
+
+    def _root_above(self, directory: str, folder: str) -> str | None:
+        """Return the address of the root whose `folder` is this directory; None if no root's is."""
+        above, found, rest = directory.rpartition(folder)
+        if not found or rest:
+            return None
+        try:
+            return (open_storage(above) if above else self.root).address()
+        except UserError:
+            return None
 
     def _read(self, kind: type[T], path: str, *, fix: str = FIX) -> T:
         content = self._folder.read(path, most=_MOST_RECORD)
         return parse_json(content, kind, where=self._folder.address(path), fix=fix)
 
 
-def _numbered_paths(kind: str, paths: Iterable[str]) -> list[tuple[str, int]]:
+def _find_attempts(kind: str, paths: Iterable[str]) -> list[AttemptId]:
+    """Return the attempts that have a file of this kind, in the order of runs and numbers."""
     pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
-    return sorted([(found[1], int(found[2])) for path in paths if (found := pattern.fullmatch(path))])
+    matches = map(pattern.fullmatch, paths)
+    return sorted([(match[1], int(match[2])) for match in matches if match])
 
 
-def _newest_of_each(attempts: Iterable[tuple[str, int]]) -> dict[str, int]:
+def _newest_of_each(attempts: Iterable[AttemptId]) -> list[AttemptId]:
     """Return the last attempt of each run."""
     newest = dict[str, int]()
-    for run, attempt in attempts:
-        newest[run] = max(attempt, newest.get(run, 0))
-    return newest
+    for run, number in attempts:
+        newest[run] = max(number, newest.get(run, 0))
+    return list(newest.items())
 
 
-def _of_name(name: str, attempts: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    return [(run, number) for run, number in attempts if run.rpartition("-")[0] == name]
+def _has_name(attempt: AttemptId, name: str) -> bool:
+    return attempt[0].rpartition("-")[0] == name
 
 
 def _verdict_path(run: str, attempt: int) -> str:
@@ -389,16 +404,16 @@ def _content(value: Settings) -> bytes:
 
 @cache
 def this_machine() -> str:
-    """Return an id of this machine that outlives the host names that networks give."""
+    """Return an id of this machine that does not change with its host name."""
     return machine_below(Path("/"))
 
 
 def machine_below(root: Path) -> str:
     """Return the id of the machine that has its files below a folder.
 
-    Machines that were cloned share /etc/machine-id, and have names of their own. In a container both are the image's,
-    and the address of the network card is always the same. Containers of one host see each other's locks, and they
-    share the kernel's id, which is a new one after a reboot.
+    Cloned machines share /etc/machine-id but have different names. In a container both come from the image, and the
+    address of the network card is always the same. Containers of one host see each other's locks and share the kernel's
+    boot id, which changes with a reboot.
     """
 
     def text(path: str) -> str:
@@ -406,16 +421,18 @@ def machine_below(root: Path) -> str:
             return (root / path).read_text().strip()
         return ""
 
-    known, node = text("etc/machine-id"), uuid.getnode()
+    machine_id, node = text("etc/machine-id"), uuid.getnode()
     if any((root / mark).exists() for mark in (".dockerenv", "run/.containerenv", "run/secrets/kubernetes.io")):
         name = text("proc/sys/kernel/random/boot_id")
-    elif re.fullmatch("[0-9a-f]{32}", known):  # it may be "uninitialized" (machine-id(5))
-        name = known + text("etc/hostname")
-    else:  # without a network card the number is another one in each process (RFC 9562, section 6.10)
-        name = "" if node >> 40 & 3 else f"{node:x}"  # multicast, or made up by whoever runs this machine
+    elif re.fullmatch("[0-9a-f]{32}", machine_id):  # it may be "uninitialized" (machine-id(5))
+        name = machine_id + text("etc/hostname")
+    elif node >> 40 & 3:  # random in each process (RFC 9562, section 6.10), or made up by a virtual machine's host
+        name = ""
+    else:
+        name = f"{node:x}"
     return sha256((name or socket.gethostname()).encode()).hexdigest()[:12]
 
 
 def whoami() -> tuple[str, str]:
-    """Return the user's name, its number where it has none, and the host's."""
+    """Return the name of the user, or its number without one, and of the host."""
     return psutil.Process().username(), socket.gethostname()

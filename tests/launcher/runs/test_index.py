@@ -97,7 +97,7 @@ def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp
         index.records(RUN)
     with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):
         index.verdicts_of_flow_run(RUN, "mine")
-    with pytest.raises(DataError, match=r"remove that file; the platform is then asked how the attempt ended"):
+    with pytest.raises(DataError, match=r"remove that file; the attempt.s end is then queried from its platform"):
         index.ends(RUN)
 
 
