@@ -1,6 +1,6 @@
 """Files under one root, a local folder or gs://bucket/prefix, behind the same few verbs.
 
-A name shows its old or its new whole content, never a part of one; and what came over a network was compared by crc32c.
+A reader sees a file's old or new content, never a part of one. Bytes that came over a network were compared by crc32c.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from litgpt_demo.storage.local import LocalStorage as LocalStorage
 
 
 def open_storage(address: str) -> Storage:
-    """The storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved). Asks nobody yet; a
-    UserError for any other address, and for a bucket where its client is not installed."""
+    """Return the storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved); no request yet.
+
+    A UserError for any other address, and for a bucket if its client is not installed.
+    """
     if not address.strip():
         raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", address):
@@ -35,9 +37,10 @@ def open_storage(address: str) -> Storage:
         except (RuntimeError, OSError) as error:  # no such user, or a symbolic link that leads to itself
             fix = f"write the path out, or ./{address} for a folder of that name"
             raise UserError(f"{address!r} leads nowhere ({error}); {fix}") from error
-    if (there := bucket_path(address)) is None:
+    path = bucket_path(address)
+    if path is None:
         raise UserError(f"{address!r} is neither gs://bucket/prefix nor a local path, and nothing else is supported")
-    bucket, _, prefix = there.partition("/")
+    bucket, _, prefix = path.partition("/")
     # https://cloud.google.com/storage/docs/buckets#naming
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
         raise UserError(

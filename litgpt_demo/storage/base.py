@@ -267,20 +267,20 @@ def combine_crc32c(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
     """
     size, crc32c = 0, 0
     for part in parts:
-        square, left = 1 << 23, part.size  # x^8
-        while left:
-            if left & 1:
+        square, exponent = 1 << 23, part.size  # x^8
+        while exponent:
+            if exponent & 1:
                 crc32c = _product(square, crc32c)
             square = _product(square, square)
-            left >>= 1
+            exponent >>= 1
         size, crc32c = size + part.size, crc32c ^ int(part.crc32c, 16)
     return ObjectInfo(path, size, f"{crc32c:08x}")
 
 
-def _product(one: int, other: int) -> int:
+def _product(factor: int, shifted: int) -> int:
     product = 0
     for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)  # times x
+        if factor >> bit & 1:
+            product ^= shifted
+        shifted = shifted >> 1 ^ _POLYNOMIAL * (shifted & 1)  # times x
     return product

@@ -1,8 +1,8 @@
-"""A storage in a bucket, whose every request is tried again until it is known to have done what it should.
+"""A storage in a bucket, whose every request is repeated until it is known to have done what it should.
 
-google-cloud-storage tries again what is refused or cut off. Left to us: answers that were lost or cut short, which look
-like refusals or like JSON that ends too early, and bytes that arrive damaged, which it may not notice. What is large
-goes up in hidden parts, which the bucket joins, and comes down by ranges, several at a time.
+google-cloud-storage repeats requests that are refused or cut off. This module handles answers that were lost or cut
+short, which look like refusals or like JSON that ends too early, and damaged bytes, which the client may not notice.
+Large objects are uploaded in hidden parts, which the bucket joins, and downloaded by ranges, several at a time.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ _CONNECTIONS = 64  # kept open; the client's default of 10 makes more threads th
 _JOINED_AT_ONCE = 32  # https://cloud.google.com/storage/docs/composite-objects
 
 _seen: set[tuple[int, str | None, str]] = set()
-"""Buckets that this process has found to be there, each with its `_connection`."""
+"""Buckets that this process has found to exist, each with its `_connection`."""
 
 
 class RetryableError(Exception):
-    """An attempt ended without our knowing that it did what it should: look at the object and try again."""
+    """It is unknown whether an attempt did what it should: check the object and try again."""
 
 
 def _retrying(role: str) -> Callable[[Verb], Verb]:
     def decorated(attempt: Verb) -> Verb:
         @wraps(attempt)
-        def verb(self: BucketStorage, *given: Any, **named: Any) -> Any:
-            return self._retry_transient(self.address(*given[:1]), role, lambda: attempt(self, *given, **named))
+        def verb(self: BucketStorage, *args: Any, **named: Any) -> Any:
+            return self._retry_transient(self.address(*args[:1]), role, lambda: attempt(self, *args, **named))
 
         return cast(Verb, verb)
 
@@ -64,14 +64,14 @@ def _retrying(role: str) -> Callable[[Verb], Verb]:
 class BucketStorage(Storage):
     """A bucket of Google Cloud Storage, or of whatever STORAGE_EMULATOR_HOST points at. Safe to pickle and to fork.
 
-    Within, an object goes by its whole name in the bucket, which is then the path of an `ObjectInfo`. `_put` is settled
-    in itself; all other requests belong inside an attempt of `_retry_transient`.
+    Private functions take an object's full name in the bucket, which is then the path of an `ObjectInfo`. All
+    requests but those of `_put`, which retries by itself, belong inside an attempt of `_retry_transient`.
     """
 
     parallel: int = 8
     """Requests at a time that one verb makes."""
     part_size: int = 32 << 20
-    """Bytes. What is larger than two parts goes up and down in parts; an upload goes on after an interruption."""
+    """Bytes. Objects of more than two parts are transferred in parts; an interrupted upload continues."""
 
     def local_path(self, path: str = "") -> None:
         return None
@@ -81,14 +81,14 @@ class BucketStorage(Storage):
 
     @_retrying(_VIEWER)
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
-        # Whatever is not spelt as we spell paths is left out: folder markers (`a/`; the folder's own has the empty path
-        # here) and names like `a//b`.
-        ours = [
+        # Names that are no clean paths are left out: folder markers (`a/`; the folder's own has the empty path here) and
+        # `a//b`.
+        inventory = [
             stored
             for stored in map(self._stored, self._listed(self._folder(prefix)))
-            if _is_ours(stored.path) or (odd and stored.path and not stored.path.endswith("/"))
+            if _is_clean(stored.path) or (odd and stored.path and not stored.path.endswith("/"))
         ]
-        return sorted(ours, key=lambda stored: stored.path)
+        return sorted(inventory, key=lambda stored: stored.path)
 
     @_retrying(_VIEWER)
     def exists(self, path: str) -> bool:
@@ -103,22 +103,22 @@ class BucketStorage(Storage):
     @_retrying(_VIEWER)
     def read_from(self, path: str, position: ReadCursor, *, most: int = base.MOST_READ) -> tuple[ReadCursor, bytes]:
         blob = self._found(self._file(path))
-        whole = metadata(blob)
-        end = ReadCursor(whole.size, whole.crc32c)
+        stored = metadata(blob)
+        end = ReadCursor(stored.size, stored.crc32c)
         if end == position:
             return position, b""
-        fresh = io.BytesIO()
         if end.size > position.size > 0:
-            self._fetch_range(blob, range(position.size, min(end.size, position.size + most)), fresh)
-            if position.size + fresh.tell() < end.size or position.after(fresh.getvalue()) == end:
-                return position, fresh.getvalue()
-        if end.size > most:  # too large to be compared as a whole now: it is when its last bytes are read
-            self._fetch_range(blob, range(most), fresh := io.BytesIO())
-            return ReadCursor(), fresh.getvalue()
+            data = self._range(blob, range(position.size, min(end.size, position.size + most)))
+            is_last = position.size + len(data) == end.size
+            if not is_last or position.after(data) == end:
+                return position, data
+        if end.size > most:  # its checksum is compared when the last bytes are read
+            return ReadCursor(), self._range(blob, range(most))
         content = self._content(blob)
-        # The range may have come damaged: then it is the same file all the same.
-        begin = position if ReadCursor().after(content[: position.size]) == position else ReadCursor()
-        return begin, content[begin.size :]
+        # If the range came damaged, it is the same file all the same.
+        if ReadCursor().after(content[: position.size]) == position:
+            return position, content[position.size :]
+        return ReadCursor(), content
 
     def write(self, path: str, data: bytes) -> ObjectInfo:
         wanted = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data)))
@@ -126,14 +126,17 @@ class BucketStorage(Storage):
         return replace(wanted, path=base.clean_path(path))
 
     def create(self, path: str, data: bytes) -> bool:
-        wanted, looks = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data))), iter([False])
+        wanted, is_first = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data))), True
 
         def attempt() -> bool:
-            # Sent before anything is asked: one request instead of two. Where there is one, 412 makes another attempt.
-            there = self._head(wanted.path) if next(looks, True) else None
-            if there is None:
-                self._send(wanted, lambda: io.BytesIO(data), there)
-            return there is None or metadata(there) == wanted
+            # The first attempt sends at once: one request instead of two. If the object exists, 412 makes another one.
+            nonlocal is_first
+            existing = None if is_first else self._head(wanted.path)
+            is_first = False
+            if existing is not None:
+                return metadata(existing) == wanted
+            self._send(wanted, lambda: io.BytesIO(data), None)
+            return True
 
         return self._retry_transient(self.address(path), _USER, attempt)
 
@@ -154,7 +157,7 @@ class BucketStorage(Storage):
         return replace(wanted, path=base.clean_path(path))
 
     def _upload_in_parts(self, source: Path, name: str) -> ObjectInfo:
-        # They are named after the whole's size and checksum: the next upload of the same finds those that are there.
+        # Parts are named after the file's size and checksum, so the next upload of the same file finds them.
         places = _ranges(source.stat().st_size, self.part_size)
 
         def content(place: range) -> io.BytesIO:
@@ -171,8 +174,8 @@ class BucketStorage(Storage):
         }
 
         def attempt() -> None:
-            there = self._head(name)
-            if there is None or metadata(there) != wanted:
+            existing = self._head(name)
+            if existing is None or metadata(existing) != wanted:
                 stored = set(map(metadata, self._listed(key)))
                 self._each(
                     lambda part: self._put(part, lambda: content(parts[part])),
@@ -192,8 +195,8 @@ class BucketStorage(Storage):
         blob = self._found(self._file(path))
         stored = self._stored(blob)
         with translate_os_errors(str(target), needed=stored.size):
-            there = target.is_file() and target.stat().st_size == stored.size
-            if not there or base.content_of(target) != (stored.size, stored.crc32c):
+            has_size = target.is_file() and target.stat().st_size == stored.size
+            if not has_size or base.content_of(target) != (stored.size, stored.crc32c):
                 with atomic_write(target) as partial:
                     self._fetch(blob, partial, Path(partial.name))
         return stored
@@ -204,12 +207,13 @@ class BucketStorage(Storage):
 
         def attempt() -> ObjectInfo:
             lists = self._each(lambda folder: self._listed(folder, direct=True), folders)
-            there = {blob.name: blob for blobs in lists for blob in blobs}
-            if missing := next((part for part in names if part not in there), None):
-                raise base.absent(self._address(missing))
-            whole = self._join([there[part] for part in names], name)
+            by_name = {blob.name: blob for blobs in lists for blob in blobs}
+            for part in names:
+                if part not in by_name:
+                    raise base.absent(self._address(part))
+            joined = self._join([by_name[part] for part in names], name)
             self._sweep(name)
-            return whole
+            return joined
 
         if not names:
             return self.write(path, b"")
@@ -223,7 +227,9 @@ class BucketStorage(Storage):
     @_retrying(_USER)
     def remove(self, path: str) -> None:
         blobs = self._listed(self._folder(base.checked_remove_path(path)))
-        blobs += [there for there in [self._head(self._name(path))] if there]
+        blob = self._head(self._name(path))
+        if blob is not None:
+            blobs.append(blob)
         manifests = [blob for blob in blobs if blob.name.rpartition("/")[2] == base.MANIFEST]
         self._each(self._delete, manifests)
         self._each(self._delete, [blob for blob in blobs if blob not in manifests])
@@ -242,7 +248,8 @@ class BucketStorage(Storage):
         return self.address(path).removeprefix(SCHEME).partition("/")[2]
 
     def _folder(self, path: str) -> str:
-        return f"{name}/" if (name := self._name(path)) else ""
+        name = self._name(path)
+        return f"{name}/" if name else ""
 
     def _stored(self, blob: Any) -> ObjectInfo:
         root = self._name("")
@@ -252,8 +259,10 @@ class BucketStorage(Storage):
         return f"{SCHEME}{self._bucket}/{name}" if name else f"{SCHEME}{self._bucket}"
 
     def location(self) -> str:
-        """Return the bucket's region, or its larger area, in lower case: europe-west4, eu, nam4. Who may list it may
-        ask (https://docs.cloud.google.com/storage/docs/json_api/v1/buckets/getStorageLayout)."""
+        """Return the bucket's region, or its larger area, in lower case: europe-west4, eu, nam4.
+
+        Takes the right to list it: https://docs.cloud.google.com/storage/docs/json_api/v1/buckets/getStorageLayout
+        """
         with _explaining(self.root, _VIEWER):
             layout = _client(*_connection())._get_resource(f"/b/{self._bucket}/storageLayout", timeout=20, retry=None)
         return str(layout.get("location", "")).lower()
@@ -269,7 +278,7 @@ class BucketStorage(Storage):
         return _client(*_connection()).bucket(self._bucket)
 
     def _retry(self, size: int = 0) -> Any:
-        """The client's retry with our patience; it counts working time too, so a large transfer is given more."""
+        """Return the client's retry with our patience; it counts working time too, so a large transfer gets more."""
         from google.cloud.storage.retry import DEFAULT_RETRY
 
         return DEFAULT_RETRY.with_delay(maximum=30.0).with_timeout(self.patience + size / _SLOWEST)
@@ -302,12 +311,13 @@ class BucketStorage(Storage):
         return blob
 
     def _found(self, name: str) -> Any:
-        if (blob := self._head(name)) is None:
+        blob = self._head(name)
+        if blob is None:
             raise base.absent(self._address(name))
         return blob
 
     def _listed(self, prefix: str, *, direct: bool = False, limit: int | None = None) -> Blobs:
-        """The objects whose names begin so, with generation, size and checksum; `direct`: without a further `/`."""
+        """Return the objects whose names begin so, with their metadata; `direct`: those without a further `/`."""
         from google.api_core.exceptions import NotFound
 
         fields, delimiter = "items(name,generation,size,crc32c),nextPageToken", "/" if direct else None
@@ -323,17 +333,17 @@ class BucketStorage(Storage):
             ) from None
 
     def _put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
-        """Make the object be what `source` holds. Where it is that already, as after a lost answer, nothing is sent."""
+        """Upload `source` to the object. If it has that content already, as after a lost answer, nothing is sent."""
 
         def attempt() -> None:
-            there = self._head(wanted.path)
-            if there is None or metadata(there) != wanted:
-                self._send(wanted, source, there)
+            existing = self._head(wanted.path)
+            if existing is None or metadata(existing) != wanted:
+                self._send(wanted, source, existing)
 
         self._retry_transient(self._address(wanted.path), _USER, attempt)
 
-    def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], there: Any | None) -> None:
-        """Upload in place of `there`, the object as it was seen last."""
+    def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], existing: Any | None) -> None:
+        """Upload in place of `existing`, the object as it was seen last."""
         blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
         blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
         with source() as file:
@@ -343,7 +353,7 @@ class BucketStorage(Storage):
                     size=wanted.size,
                     checksum=None,  # ours is the one: theirs deletes the object on a difference
                     # A request that timed out may be carried out later: then it must not land on a newer object.
-                    if_generation_match=0 if there is None else int(there.generation),
+                    if_generation_match=0 if existing is None else int(existing.generation),
                     retry=self._retry(wanted.size),
                 )
             except ValueError as error:  # the client's, of a source that ends early and of an answer cut short
@@ -351,7 +361,13 @@ class BucketStorage(Storage):
         _require_same(wanted, metadata(blob))
 
     def _content(self, blob: Any) -> bytes:
-        self._fetch(blob, content := io.BytesIO())
+        content = io.BytesIO()
+        self._fetch(blob, content)
+        return content.getvalue()
+
+    def _range(self, blob: Any, place: range) -> bytes:
+        content = io.BytesIO()
+        self._fetch_range(blob, place, content)
         return content.getvalue()
 
     def _fetch(self, blob: Any, sink: BinaryIO, file: Path | None = None) -> None:
@@ -384,36 +400,38 @@ class BucketStorage(Storage):
         )
 
     def _join(self, blobs: Sequence[Any], name: str) -> ObjectInfo:
-        """Make the object `name` be `blobs` (one at least) behind one another; what it makes on the way stays."""
-
-        def intermediate(group: Sequence[Any]) -> Any:  # which is found again by a later attempt
-            part = base.combine_crc32c("", map(metadata, group))
-            return self._compose(group, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
-
-        wanted = base.combine_crc32c(name, map(metadata, blobs))
-        there = self._head(name)
-        if there is None or metadata(there) != wanted:
-            while len(blobs) > _JOINED_AT_ONCE:
-                starts = range(0, len(blobs), _JOINED_AT_ONCE)
-                blobs = self._each(intermediate, [blobs[start : start + _JOINED_AT_ONCE] for start in starts])
-            if there is not None:  # which is replaced by nothing that is not known to be right
-                blobs = [intermediate(blobs)]
-            self._compose(blobs, wanted)
+        """Make the object `name` be `blobs` (one at least) behind one another; intermediate objects stay."""
+        wanted, existing = base.combine_crc32c(name, map(metadata, blobs)), self._head(name)
+        if existing is not None and metadata(existing) == wanted:
+            return wanted
+        while len(blobs) > _JOINED_AT_ONCE:
+            starts = range(0, len(blobs), _JOINED_AT_ONCE)
+            groups = [blobs[start : start + _JOINED_AT_ONCE] for start in starts]
+            blobs = self._each(lambda group: self._join_hidden(group, name), groups)
+        if existing is not None:  # only an object that is known to be right replaces it
+            blobs = [self._join_hidden(blobs, name)]
+        self._compose(blobs, wanted)
         return wanted
+
+    def _join_hidden(self, blobs: Sequence[Any], name: str) -> Any:
+        """Join `blobs` in an intermediate object, which a later attempt finds again."""
+        part = base.combine_crc32c("", map(metadata, blobs))
+        return self._compose(blobs, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
 
     def _compose(self, sources: Sequence[Any], wanted: ObjectInfo) -> Any:
         """Make the object be at most 32 `sources` of known generations behind one another; the bucket does it."""
-        there = self._head(wanted.path)
-        if there is not None and metadata(there) == wanted:
-            return there
-        whole = self._handle.blob(wanted.path)
-        whole.content_type = "application/octet-stream"
-        # As with uploads: carried out late, it must not land on a newer object.
-        whole.compose(sources, if_generation_match=0 if there is None else int(there.generation), retry=self._retry())
-        if metadata(whole) != wanted:
-            self._delete(whole)
-        _require_same(wanted, metadata(whole))
-        return whole
+        existing = self._head(wanted.path)
+        if existing is not None and metadata(existing) == wanted:
+            return existing
+        composed = self._handle.blob(wanted.path)
+        composed.content_type = "application/octet-stream"
+        # As with uploads: carried out late, it must not replace a newer object.
+        generation = 0 if existing is None else int(existing.generation)
+        composed.compose(sources, if_generation_match=generation, retry=self._retry())
+        if metadata(composed) != wanted:
+            self._delete(composed)
+        _require_same(wanted, metadata(composed))
+        return composed
 
     def _sweep(self, name: str) -> None:
         self._each(self._delete, self._listed(_hidden(name)))
@@ -427,7 +445,7 @@ class BucketStorage(Storage):
             self._handle.blob(blob.name).delete(if_generation_match=blob.generation, retry=self._retry())
 
 
-def _is_ours(name: str) -> bool:
+def _is_clean(name: str) -> bool:
     try:
         return bool(name) and base.clean_path(name) == name
     except UserError:
@@ -499,20 +517,20 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         fix = "run `gcloud auth application-default login`"
         raise Unreachable(f"{address}: no usable credentials: {one_line(error)}", fix=fix) from None
     except (GoogleAPICallError, RetryError, RequestException) as error:
-        code, words = getattr(error, "code", None) or 503, one_line(error)  # without a code: no answer came
+        code, reason = getattr(error, "code", None) or 503, one_line(error)  # without a code: no answer came
         if code in _RETRYABLE:
-            raise RetryableError(words) from None
+            raise RetryableError(reason) from None
         if code in {401, 403}:
             bucket = address.removeprefix(SCHEME).partition("/")[0]
             raise UserError(
-                f"{address}: bucket {bucket} refused: {words}",
+                f"{address}: bucket {bucket} refused: {reason}",
                 fix=f"{role} allows it: gcloud storage buckets add-iam-policy-binding gs://{bucket} "
                 f"--member=<who runs this> --role={role}",
             ) from None
         if code == 429 or code >= 500:
             no_retry, fix = isinstance(error, RetryError), "try again when it does"
-            raise NetworkError(f"{address}: the bucket does not answer: {words}", fix=fix, no_retry=no_retry) from None
-        raise UserError(f"{address}: the bucket refused: {words}") from None
+            raise NetworkError(f"{address}: the bucket does not answer: {reason}", fix=fix, no_retry=no_retry) from None
+        raise UserError(f"{address}: the bucket refused: {reason}") from None
     except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
         fix = "see whether a proxy sent it, then try again"
         raise NetworkError(f"{address}: the answer is no bucket's ({one_line(error)})", fix=fix) from None

@@ -148,14 +148,17 @@ class LocalStorage(Storage):
             files = [self._present(part) for part in parts]
             needed = sum(file.stat().st_size for file in files)
             if final.is_file() and final.stat().st_size == needed:
-                there = self.stat(path)
-                if there == base.combine_crc32c(there.path, map(self.stat, parts)):
-                    return there
-        with translate_os_errors(self.address(path), needed=needed), atomic_write(final, durable=self.durable) as whole:
+                existing = self.stat(path)
+                if existing == base.combine_crc32c(existing.path, map(self.stat, parts)):
+                    return existing
+        with (
+            translate_os_errors(self.address(path), needed=needed),
+            atomic_write(final, durable=self.durable) as joined,
+        ):
             copied = list[ObjectInfo]()
             for file in files:
                 with file.open("rb") as part:
-                    copied.append(ObjectInfo(file.name, *base.copy_with_crc(part, whole)))
+                    copied.append(ObjectInfo(file.name, *base.copy_with_crc(part, joined)))
         return base.combine_crc32c(base.clean_path(path), copied)
 
     def move(self, folder: str, target: str) -> None:

@@ -1,4 +1,4 @@
-"""What is kept from others: folders and files from other users, keys from processes that read what others wrote."""
+"""Folders and files that other users cannot read, and environments without keys, for processes that read others' text."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def make_temporary(name: str) -> Path:
                 f"{own} {problem}, so that another user of this machine could change what is kept there",
                 fix="remove it, or set TMPDIR to a folder of your own",
             )
-        own.chmod(stat.S_IRWXU)  # it is ours, so that nobody can have put another there; an older version's was open
+        own.chmod(stat.S_IRWXU)  # it is this user's, so no other user can have replaced it
         folder = own / name
         folder.mkdir(exist_ok=True)
     return folder
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that its owner alone can enter, and above it what is missing; one that is there stays as it is.
+    """Make a folder that only its owner can enter, and its missing parents; an existing one stays as it is.
 
     Below a shared folder the umask decides: pods that write to a mounted claim are other users. A folder is shared if
     it has the setgid bit, or may be written by a group that is not the user's own, or by all without the sticky bit.
@@ -82,10 +82,10 @@ def make_private(folder: Path) -> None:
 
 
 def close_folder(folder: Path) -> None:
-    """Make a folder that its owner alone can enter, and one of before such a folder if it is ours.
+    """Make a folder that only its owner can enter; an existing one is closed if it is this user's.
 
-    A link is followed, for users put PREFECT_HOME on a larger disk with one. The folder is opened once, so that what is
-    looked at is what is closed.
+    A link is followed, for users put PREFECT_HOME on a larger disk with one. The folder is opened once, so that
+    no other can take its place between the check and the change.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with suppress(PermissionError):  # another user's
@@ -98,7 +98,7 @@ def close_folder(folder: Path) -> None:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write a file that its owner alone can read, aside and then in one piece."""
+    """Write a file that only its owner can read, atomically."""
     close_folder(file.parent)
     with atomic_write(file) as aside:
         os.fchmod(aside.fileno(), 0o600)
@@ -106,11 +106,10 @@ def write_private(file: Path, text: str) -> None:
 
 
 def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what of an environment a process needs that opens storages and computes.
+    """Return the part of an environment that a process needs to open storages and compute.
 
-    Keys and tokens of clusters, registries, trackers and Prefect's server stay behind. The credentials of the storage
-    go along, and whatever lies in the files of the home directory. Keys of AWS are among them only where the storage's
-    credentials are had for these.
+    Keys and tokens of clusters, registries, trackers and Prefect's server are left out. The storage's credentials stay,
+    as do those in files of the home directory. Keys of AWS stay only if Google's credentials are exchanged for them.
     """
     kept = [_KEPT]
     if credentials := environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
@@ -118,4 +117,4 @@ def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
             source = json.loads(Path(credentials).read_bytes()).get("credential_source")
             if isinstance(source, dict) and str(source.get("environment_id")).startswith("aws"):
                 kept.append(_AWS)
-    return {name: value for name, value in environ.items() if any(one.fullmatch(name) for one in kept)}
+    return {name: value for name, value in environ.items() if any(pattern.fullmatch(name) for pattern in kept)}
