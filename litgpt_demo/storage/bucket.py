@@ -81,8 +81,7 @@ class BucketStorage(Storage):
 
     @_retrying(_VIEWER)
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
-        # Names that are no clean paths are left out: folder markers (`a/`; the folder's own has the empty path here) and
-        # `a//b`.
+        # Unclean paths are left out: folder markers (`a/`; the folder's own has the empty path) and `a//b`.
         inventory = [
             stored
             for stored in map(self._stored, self._listed(self._folder(prefix)))

@@ -1,4 +1,4 @@
-"""Folders and files that other users cannot read, and environments without keys, for processes that read others' text."""
+"""Folders and files that other users cannot read, and environments without keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens are seen when: every window once an epoch, in an order that knows nothing of nodes."""
+"""The order of samples: every sample once an epoch, in an order that knows nothing of nodes."""
 
 from itertools import pairwise
 from typing import Any
@@ -19,9 +19,9 @@ from litgpt_demo.data.batches import (
 from litgpt_demo.data.dataset import TokenDataset
 
 
-def batch(step: int, size: int, *, windows: int, key: str = "k", seed: int = 1) -> SampleIds:
-    there = TokenDataset(files=[np.empty(windows + 1, dtype=np.uint16)], length=1, key=key)
-    return sample_ids_at(there, global_positions(step, size), seed=seed)
+def batch(step: int, size: int, *, samples: int, key: str = "k", seed: int = 1) -> SampleIds:
+    dataset = TokenDataset(files=[np.empty(samples + 1, dtype=np.uint16)], length=1, key=key)
+    return sample_ids_at(dataset, global_positions(step, size), seed=seed)
 
 
 @given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())
@@ -33,36 +33,25 @@ def test_a_part_of_a_huge_permutation_stays_inside_and_apart(size: int, seed: st
     assert feistel_permutation(np.array(places[:1], dtype=np.uint64), size, seed).tolist() == seen[:1]
 
 
-def test_each_dataset_seed_and_epoch_has_an_order_of_its_own_in_every_version_of_this_program() -> None:
+def test_order_of_samples_is_pinned_by_dataset_seed_and_epoch() -> None:
+    """Each has an order of its own, which is the same in every version of this program."""
     # Written down: a run that resumes after an upgrade must go on in the same order.
-    assert feistel_permutation(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == [
-        9,
-        6,
-        5,
-        7,
-        3,
-        2,
-        1,
-        8,
-        0,
-        4,
-    ]
+    order = [9, 6, 5, 7, 3, 2, 1, 8, 0, 4]
+    assert feistel_permutation(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == order
     orders = {
-        tuple(batch(step, 500, windows=500, key=key, seed=seed).tolist())
+        tuple(batch(step, 500, samples=500, key=key, seed=seed).tolist())
         for key, seed, step in (("key", 1, 0), ("other", 1, 0), ("key", 2, 0), ("key", 1, 1))
     }
     assert len(orders) == 4
 
 
-@given(windows=st.integers(1, 60), global_batch=st.integers(1, 80), seed=st.integers(0, 3))
-def test_each_epoch_visits_each_window_exactly_once_however_batches_cut_it(
-    windows: int, global_batch: int, seed: int
-) -> None:
-    steps = -(-3 * windows // global_batch)
-    batches = [batch(step, global_batch, windows=windows, seed=seed) for step in range(steps)]
+@given(samples=st.integers(1, 60), global_batch=st.integers(1, 80), seed=st.integers(0, 3))
+def test_epoch_has_each_sample_exactly_once(samples: int, global_batch: int, seed: int) -> None:
+    steps = -(-3 * samples // global_batch)
+    batches = [batch(step, global_batch, samples=samples, seed=seed) for step in range(steps)]
     seen = np.concatenate(batches).tolist()
     for epoch in range(3):
-        assert sorted(seen[epoch * windows : (epoch + 1) * windows]) == list(range(windows))
+        assert sorted(seen[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
 @given(batches=st.integers(1, 20), global_batch=st.integers(1, 8))
@@ -70,19 +59,17 @@ def test_first_steps_of_a_run_are_its_first_epoch(batches: int, global_batch: in
     """The first step has the first samples in their order: none is left out, whatever step a resume begins with."""
     train = TrainConfig(global_batch=global_batch, micro_batch=1, seed=3)
     spec = TrainingSpec.model_construct(train=train)
-    windows = TokenDataset(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, key="k")
-    seen = np.concatenate([sample_ids_for_step(spec, windows, step) for step in range(batches)]).tolist()
-    assert seen == feistel_permutation(np.arange(len(windows), dtype=np.uint64), len(windows), "k/3/0").tolist()
+    dataset = TokenDataset(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, key="k")
+    seen = np.concatenate([sample_ids_for_step(spec, dataset, step) for step in range(batches)]).tolist()
+    assert seen == feistel_permutation(np.arange(len(dataset), dtype=np.uint64), len(dataset), "k/3/0").tolist()
 
 
 @given(world_size=st.integers(1, 16), micro=st.integers(1, 4), passes=st.integers(1, 4), step=st.integers(0, 10**9))
-def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
-    world_size: int, micro: int, passes: int, step: int
-) -> None:
-    whole = batch(step, world_size * micro * passes, windows=1000)
-    shares = [rank_slice(whole, rank=rank, world_size=world_size) for rank in range(world_size)]
+def test_rank_slices_make_up_the_global_batch(world_size: int, micro: int, passes: int, step: int) -> None:
+    sample_ids = batch(step, world_size * micro * passes, samples=1000)
+    shares = [rank_slice(sample_ids, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert {len(share) for share in shares} == {micro * passes}
-    assert np.concatenate(shares).tolist() == whole.tolist()
+    assert np.concatenate(shares).tolist() == sample_ids.tolist()
 
 
 @settings(max_examples=50)
@@ -92,14 +79,14 @@ def test_the_ranks_shares_make_up_the_global_batch_on_any_number_of_ranks(
     cuts=st.lists(st.integers(0, 200), max_size=5),
     dtype=st.sampled_from([np.uint16, np.uint32]),
 )
-def test_windows_cover_the_files_without_overlap_and_targets_are_one_ahead(
+def test_samples_cover_the_files_without_overlap(
     length: int, extra: int, cuts: list[int], dtype: type[np.uint16 | np.uint32]
 ) -> None:
     tokens: Any = np.arange(length + extra, dtype=dtype) + (0 if dtype is np.uint16 else 70_000)
     edges = [0, *sorted(cuts), len(tokens)]
-    windows = TokenDataset(files=[tokens[start:end] for start, end in pairwise(edges)], length=length)
-    inputs, targets = windows.read(np.arange(len(windows), dtype=np.uint64))
+    dataset = TokenDataset(files=[tokens[start:end] for start, end in pairwise(edges)], length=length)
+    inputs, targets = dataset.read(np.arange(len(dataset), dtype=np.uint64))
     assert inputs.dtype == targets.dtype == np.int64
-    assert inputs.ravel().tolist() == tokens[: len(windows) * length].tolist()
-    assert targets.ravel().tolist() == tokens[1 : len(windows) * length + 1].tolist()
-    assert len(tokens) - 1 - len(windows) * length < length  # no whole window is left unused
+    assert inputs.ravel().tolist() == tokens[: len(dataset) * length].tolist()
+    assert targets.ravel().tolist() == tokens[1 : len(dataset) * length + 1].tolist()
+    assert len(tokens) - 1 - len(dataset) * length < length  # no sample is left unused

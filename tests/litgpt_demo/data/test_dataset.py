@@ -18,22 +18,23 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 
 
-def test_a_setting_that_decides_the_bytes_is_part_of_the_key_and_the_place_of_a_tokenizer_is_not(
+def test_dataset_key_has_the_settings_that_decide_the_bytes(
     tmp_path: Path,
 ) -> None:
+    """The folder of a tokenizer does not."""
     folder = corpus_in(tmp_path / "corpus")
     corpus = {"kind": "files", "paths": [str(folder)], "separator": SEPARATOR}
     changes: list[dict[str, Any]] = [{}, {"validation_fraction": 0.2}, {"split_seed": 1}]
     places = [large_vocabulary(tmp_path / name, size) for name, size in (("one", 300), ("two", 300), ("other", 301))]
-    one, two, other = ({"tokenizer": {"kind": "file", "path": str(path)}} for path in places)
-    changes += [one, other, {"tokenizer": {"kind": "train", "vocab_size": 301}}]
+    first, same, larger = ({"tokenizer": {"kind": "file", "path": str(path)}} for path in places)
+    changes += [first, larger, {"tokenizer": {"kind": "train", "vocab_size": 301}}]
     changes += [{"corpus": {**corpus, "separator": "\n"}}, {"corpus": {**corpus, "max_bytes": 500}}]
     assert len({plan_dataset(settings_for(folder, **change)).key for change in changes}) == len(changes)
-    assert plan_dataset(settings_for(folder, **one)).key == plan_dataset(settings_for(folder, **two)).key
-    whole = plan_dataset(settings_for(folder))
-    assert whole.path == f"datasets/corpus-{whole.key}"
+    assert plan_dataset(settings_for(folder, **first)).key == plan_dataset(settings_for(folder, **same)).key
+    planned = plan_dataset(settings_for(folder))
+    assert planned.path == f"datasets/corpus-{planned.key}"
     for pattern in ("*.txt", "**/*.txt", "[ab].txt", "?.txt"):
-        assert plan_dataset(settings_for(folder, [f"{folder}/{pattern}"])).path == whole.path, "one dataset"
+        assert plan_dataset(settings_for(folder, [f"{folder}/{pattern}"])).path == planned.path, "one dataset"
 
 
 def test_dataset_key_is_pinned(tmp_path: Path) -> None:
@@ -49,19 +50,17 @@ UNIX, WINDOWS, TYPED = "\n\n", "\r\n\r\n", r"\n\n"
 UNSEEN = [(UNIX, WINDOWS), (WINDOWS, UNIX), (TYPED, UNIX), (TYPED, WINDOWS), ("---", ""), (UNIX, UNIX)]
 
 
-@pytest.mark.parametrize(("separator", "there"), UNSEEN, ids=range(6))
-def test_a_separator_that_never_occurs_is_a_warning_with_what_was_found_instead(
-    root: str, tmp_path: Path, separator: str, there: str
-) -> None:
-    text = f"one{there}two".encode()
+@pytest.mark.parametrize(("separator", "used"), UNSEEN, ids=range(6))
+def test_unseen_separator_is_a_warning_with_the_one_found(root: str, tmp_path: Path, separator: str, used: str) -> None:
+    text = f"one{used}two".encode()
     open_storage(root).write("texts/a.txt", text)
     open_storage(root).write("texts/b.txt.gz", gzip.compress(text))
     corpus = {"kind": "files", "paths": [f"{root}/texts"], "separator": separator}
-    told = "".join(map(str, warnings_of(plan_dataset(settings_for(tmp_path, corpus=corpus)))))
+    warnings = "".join(map(str, warnings_of(plan_dataset(settings_for(tmp_path, corpus=corpus)))))
     nowhere = f"warning [data.separator] data.corpus.separator={json.dumps(separator)} is nowhere in the first "
-    assert told.startswith(nowhere) if separator != there else told == ""
-    advice = f"; found was {json.dumps(there)} -> set data.corpus.separator={json.dumps(there)}, in a shell"
-    assert (advice in told) == (there not in {"", separator})
+    assert warnings.startswith(nowhere) if separator != used else warnings == ""
+    advice = f"; found was {json.dumps(used)} -> set data.corpus.separator={json.dumps(used)}, in a shell"
+    assert (advice in warnings) == (used not in {"", separator})
 
 
 def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_path: Path) -> None:
@@ -78,15 +77,13 @@ def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_pa
 def problems(folder: Path, **fields: object) -> list[str]:
     """Those of the dataset under a manifest with other fields, and the remedy."""
     write_manifest(open_storage(str(folder)), open_dataset(str(folder)).model_copy(update=fields))
-    with pytest.raises(DataError, match="is not what its manifest says") as told:
+    with pytest.raises(DataError, match="is not what its manifest says") as raised:
         verify_dataset(str(folder))
-    return [*told.value.what.split("\n✗ ")[1:], told.value.fix]
+    return [*raised.value.what.split("\n✗ ")[1:], raised.value.fix]
 
 
 @pytest.mark.parametrize("spoil", [Path.mkdir, lambda path: path.symlink_to(path), lambda path: path.write_text("x")])
-def test_whatever_lies_in_a_files_place_is_found_and_no_other_file_is_blamed(
-    copied: Path, spoil: Callable[[Path], None]
-) -> None:
+def test_verification_names_only_the_replaced_file(copied: Path, spoil: Callable[[Path], None]) -> None:
     file = copied / "tokenizer/tokenizer.json"
     file.unlink()
     spoil(file)
@@ -103,14 +100,14 @@ def test_counts_and_ids_that_the_manifest_has_wrong_are_problems(copied: Path) -
         f"train holds {manifest.train.tokens} tokens, its manifest says 1",
         f"train closes 18 documents with id {manifest.end_of_text}, its manifest says 20",
     ]
-    told = f"train.bin holds the id {largest}, the vocabulary ends at {largest - 1}"
-    assert told in problems(copied, train=manifest.train, vocab_size=largest)
-    told = f"val.bin ends in the middle of a document: its last id is {manifest.end_of_text}"
-    assert told in problems(copied, end_of_text=299)
+    problem = f"train.bin holds the id {largest}, the vocabulary ends at {largest - 1}"
+    assert problem in problems(copied, train=manifest.train, vocab_size=largest)
+    problem = f"val.bin ends in the middle of a document: its last id is {manifest.end_of_text}"
+    assert problem in problems(copied, end_of_text=299)
     assert any("has format 77" in problem for problem in problems(copied, format=77))
 
 
-def test_files_that_the_manifest_does_not_list_are_problems_that_their_removal_ends(copied: Path) -> None:
+def test_unlisted_files_are_problems_until_removed(copied: Path) -> None:
     stray = copied / "tokenizer" / "vocab.json"
     stray.write_text("mine")
     assert problems(copied) == [f"{stray} is not in the manifest", "remove the files that it does not list"]

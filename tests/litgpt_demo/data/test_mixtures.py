@@ -35,11 +35,11 @@ WEIGHTS = st.lists(st.integers(0, 10_000) | st.floats(0, 1e3), min_size=1, max_s
 
 
 @given(WEIGHTS)
-def test_shares_are_the_weights_exact_to_one_sample_of_a_thousand(weights: list[float]) -> None:
-    shares, whole = largest_remainder(weights), sum(map(Fraction, weights))
+def test_shares_are_exact_to_one_sample_of_a_thousand(weights: list[float]) -> None:
+    shares, total = largest_remainder(weights), sum(map(Fraction, weights))
     assert sum(shares) == MIXTURE_CYCLE
     assert all(
-        abs(share - MIXTURE_CYCLE * Fraction(each) / whole) < 1 for share, each in zip(shares, weights, strict=True)
+        abs(share - MIXTURE_CYCLE * Fraction(weight) / total) < 1 for share, weight in zip(shares, weights, strict=True)
     )
     assert largest_remainder([8 * weight for weight in weights]) == shares
 
@@ -53,9 +53,10 @@ SIZED = st.integers(1, 4).map(lambda size: st.tuples(*[st.integers(0, 99)] * siz
     st.integers(0, 9000),
     st.integers(0, 8000),
 )
-def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_source_is_left_out_or_seen_twice(
+def test_any_thousand_samples_of_a_stage_have_its_shares(
     stages: list[tuple[int, ...]], afters: list[float], samples: int, first: int
 ) -> None:
+    """No sample of a source is left out or seen twice."""
     starts = [0.0, *afters][: len(stages)]
     shares = [largest_remainder(weights) for weights in stages]
     schedule = MixtureSchedule(list(zip(starts, shares, strict=True)), samples=samples)
@@ -69,12 +70,12 @@ def test_any_thousand_samples_of_a_stage_have_its_shares_and_no_sample_of_a_sour
     some = min(first, samples)
     assert schedule.samples_seen(some).tolist() == np.bincount(sources[:some], minlength=len(stages[0])).tolist()
     part = schedule.source_at(np.arange(some // 3, some, dtype=np.uint64))
-    assert [one.tolist() for one in part] == [sources[some // 3 : some].tolist(), before[some // 3 : some].tolist()]
+    assert [array.tolist() for array in part] == [sources[some // 3 : some].tolist(), before[some // 3 : some].tolist()]
 
 
-def test_a_sample_is_its_sources_and_an_epoch_of_a_source_has_each_of_its_samples_once() -> None:
+def test_epoch_of_a_source_has_each_of_its_samples_once() -> None:
     tokens: list[Any] = [np.arange(start, start + size, dtype=np.uint16) for start, size in ((0, 41), (500, 13))]
-    parts = [TokenDataset(files=[one], length=4, key=key) for one, key in zip(tokens, "kl", strict=True)]
+    parts = [TokenDataset(files=[ids], length=4, key=key) for ids, key in zip(tokens, "kl", strict=True)]
     schedule = MixtureSchedule([(0.0, largest_remainder([3, 1])), (0.5, largest_remainder([0, 1]))], samples=4000)
     mixed = MixtureDataset(names=["a", "b"], parts=parts, schedule=schedule, length=4)
     numbers = sample_ids_at(mixed, np.arange(4000, dtype=np.uint64), seed=1)
@@ -129,9 +130,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "root" / planned.path
 
 
-def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tells_of_each_source(
+def test_mixture_trains_alike_on_any_ranks_and_after_a_kill(
     mixed: Path, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
+    """The metrics have a loss for each source."""
     ranks = {"whole": 1, "killed": 1, "two": 2, "four": 4}
     runs = {
         name: write_run(tmp_path / name, mixed, world_size=count, strategy="fsdp" if count == 4 else "auto")
@@ -143,11 +145,11 @@ def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tell
     alike(runs["two"], runs["whole"])
     alike(runs["four"], runs["whole"])
     by_source = [f"{name}.{source}" for name in ("tokens", "loss", "validation_loss") for source in ("ids", "prose")]
-    told = {
+    metrics = {
         name: [{key: row.get(key) for key in ("step", "loss", *by_source)} for row in rows(run, "step", "evaluation")]
         for name, run in runs.items()
     }
-    assert told["killed"] == told["whole"]
+    assert metrics["killed"] == metrics["whole"]
     last, evaluated = rows(runs["whole"], "step")[-1], rows(runs["whole"], "evaluation")[-1]
     # 96 samples of 32 tokens: three of four in the first half are ids, and one of five in the second half.
     assert (last["tokens.ids"], last["tokens.prose"]) == (32 * (36 + 10), 32 * (12 + 38))
@@ -166,7 +168,7 @@ def test_a_mixture_trains_alike_on_one_process_and_two_and_after_a_kill_and_tell
     assert final.validation_loss == pytest.approx(evaluated["validation_loss"], rel=1e-4)
 
 
-def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(root: str, tmp_path: Path) -> None:
+def test_sources_of_a_mixture_are_datasets_staged_with_it(root: str, tmp_path: Path) -> None:
     storage, place = open_storage(root), put(f"{root}/ids", {"train.bin": IDS[:3000], "val.bin": IDS[3000:]})
     data = mixture(tmp_path, place)
     planned = plan_dataset(data)
@@ -176,20 +178,20 @@ def test_sources_are_datasets_that_are_found_done_and_travel_with_the_mixture(ro
     manifest = prepare(planned, storage)
     assert finished_dataset(storage, planned) == manifest == verify_dataset(storage.address(planned.path))
     assert manifest.mixture is not None
-    assert [one.name for one in manifest.mixture.sources] == ["ids", "prose"]
+    assert [source.name for source in manifest.mixture.sources] == ["ids", "prose"]
     assert planned.sample_keys == manifest.sample_keys == {part.key for part in planned.parts}
     assert alone.sample_keys == planned.parts[1].sample_keys == {alone.key}
     assert manifest.train.tokens == 3000 + alone.train.tokens
     folder = stage(storage.address(planned.path), tmp_path / "scratch")
     for address in open_dataset(str(folder)).ingredients(str(folder)):
         assert open_dataset(address).external_root in {None, f"{root}/ids"}
-    same, other = (
+    same, changed = (
         plan_dataset(data.model_copy(update={"mixture": tuple(
             source.model_copy(update={"weight": weight}) for source, weight in zip(data.mixture, weights, strict=True)
         )})).key
         for weights in ((6, 2), (2, 6))
     )  # fmt: skip
-    assert (same == planned.key, other == planned.key) == (True, False)
+    assert (same == planned.key, changed == planned.key) == (True, False)
     assert plan_dataset(mixture(tmp_path, place, stages=STAGES)).key != planned.key
     storage.remove(planned.parts[1].path)
     with pytest.raises(DataError, match=r"mixes .*texts-\w+, which is gone"):
@@ -222,7 +224,7 @@ OTHER: dict[str, Any] = SOURCE | {"name": "other"}
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "message"),
     [
         ({"stages": STAGES}, "they need data.mixture"),
         ({"mixture": [SOURCE], "corpus": SOURCE["corpus"]}, "data.corpus and data.mixture are both given"),
@@ -234,6 +236,6 @@ OTHER: dict[str, Any] = SOURCE | {"name": "other"}
         ({"mixture": [SOURCE | {"weight": 0}]}, "not 0 to all"),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused(fields: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_impossible_mixture_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         DataConfig.model_validate({"tokenizer": {"kind": "hub"}, **fields})

@@ -43,9 +43,9 @@ def data_at(place: str, folder: Path, **fields: Any) -> DataConfig:
 
 def made(data: DataConfig, root: str) -> tuple[DatasetManifest, str]:
     planned = plan_dataset(data)
-    told = list[Preparation]()
-    manifest = prepare(planned, open_storage(root), report=told.append)
-    counted = [(one.documents, one.tokens) for one in told if one.phase == "count"]
+    reports = list[Preparation]()
+    manifest = prepare(planned, open_storage(root), report=reports.append)
+    counted = [(report.documents, report.tokens) for report in reports if report.phase == "count"]
     assert counted[-1:] in ([], [(manifest.documents, manifest.tokens)]), "none if it is found done"
     assert finished_dataset(open_storage(root), planned) == manifest
     return manifest, open_storage(root).address(planned.path)
@@ -53,7 +53,7 @@ def made(data: DataConfig, root: str) -> tuple[DatasetManifest, str]:
 
 @pytest.mark.parametrize("lies", ["folder", "bucket"])
 @pytest.mark.parametrize("under", ["folder", "bucket"])
-def test_ids_are_staged_from_where_they_lie_and_copied_only_into_or_out_of_a_bucket(
+def test_token_files_are_copied_only_into_or_out_of_a_bucket(
     bucket: Storage, tmp_path: Path, lies: str, under: str
 ) -> None:
     places = {"folder": str(tmp_path / "data"), "bucket": bucket.address("data")}
@@ -64,8 +64,8 @@ def test_ids_are_staged_from_where_they_lie_and_copied_only_into_or_out_of_a_buc
     assert (manifest.train.tokens, manifest.train.documents, manifest.validation.tokens) == (3000, 30, 1000)
     assert verify_dataset(address) == manifest
     folder = stage(address, tmp_path / "scratch")
-    there = open_dataset(str(folder))
-    inputs, _ = open_split(folder, there, there.train, length=2999).read(np.zeros(1, dtype=np.uint64))
+    staged = open_dataset(str(folder))
+    inputs, _ = open_split(folder, staged, staged.train, length=2999).read(np.zeros(1, dtype=np.uint64))
     assert inputs.ravel().tolist() == IDS[:2999].tolist()
     listed = {name for name in open_storage(address).list() if name.endswith(".bin")}
     assert listed == (set() if lies == under else {"train-0.bin", "train-1.bin", "val.bin"})
@@ -80,7 +80,7 @@ def test_files_of_ids_are_read_in_the_order_of_their_numbers(tmp_path: Path) -> 
     assert inputs.ravel().tolist() == [*IDS[:750], *IDS[2250:2999]]
 
 
-def test_a_run_trains_on_the_files_of_nanogpt_and_notices_when_they_change(tmp_path: Path, new_run: NewRun) -> None:
+def test_run_trains_on_files_of_nanogpt_until_they_change(tmp_path: Path, new_run: NewRun) -> None:
     place = put(str(tmp_path / "openwebtext"), {"train.bin": IDS[:3000], "val.bin": IDS[3000:]})
     before = contents(Path(place))
     data, root = data_at(place, tmp_path), str(tmp_path / "root")
@@ -113,7 +113,7 @@ def shard_of(samples: list[bytes], head: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("files", "dtype", "told"),
+    ("files", "dtype", "message"),
     [
         *(
             ({"train.bin": saved_by_numpy(IDS.astype(kind))}, "<u2", r"train\.bin is a file of numpy\.save.*tofile")
@@ -139,25 +139,27 @@ def shard_of(samples: list[bytes], head: bytes) -> bytes:
         ({"chunk-0-0.bin": IDS}, "<u2", r"has no file train\*\.bin.*data\.corpus\.train"),
     ],
 )
-def test_what_is_no_file_of_the_tokenizers_ids_is_refused(tmp_path: Path, files: Any, dtype: str, told: str) -> None:
+def test_file_without_the_tokenizers_ids_is_refused(tmp_path: Path, files: Any, dtype: str, message: str) -> None:
     place = put(str(tmp_path / "data"), {**files, "val.bin": IDS[:100]}, dtype)
-    with pytest.raises(TrainLitgptError, match=told):
+    with pytest.raises(TrainLitgptError, match=message):
         made(data_at(place, tmp_path), str(tmp_path / "root"))
     assert not [*(tmp_path / "root").glob("datasets/*/manifest.json")]
 
 
-def test_a_file_is_of_one_split_and_nothing_is_copied_before_all_of_it_is_known_to_be_well(
+def test_token_files_are_copied_after_all_were_checked(
     bucket: Storage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A file belongs to one split only."""
     monkeypatch.chdir(put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS + 10}))
     with pytest.raises(TrainLitgptError, match=r"selects no file that data\.corpus\.validation does not"):
         plan_dataset(data_at("../data", tmp_path, train="./*.bin", validation="*.bin"))
     with pytest.raises(TrainLitgptError, match="holds the id 308"):
         made(data_at("../data", tmp_path), bucket.address("root"))
-    assert not [one.path for one in bucket.inventory() if one.path.endswith(".bin")]
+    assert not [stored.path for stored in bucket.inventory() if stored.path.endswith(".bin")]
 
 
-def test_ids_need_the_tokenizer_that_made_them_and_text_is_no_longer_mistaken_for_them(tmp_path: Path) -> None:
+def test_token_ids_need_a_tokenizer_that_exists(tmp_path: Path) -> None:
+    """Text is not mistaken for token ids."""
     place = put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS})
     with pytest.raises(ValueError, match="token ids need the tokenizer that made them"):
         DataConfig.model_validate({"corpus": {"kind": "tokens", "path": place}})

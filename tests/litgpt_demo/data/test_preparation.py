@@ -53,9 +53,8 @@ R = TypeVar("R")
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_id_only_where_two_do_not_do(
-    tmp_path: Path, size: int, dtype: Any
-) -> None:
+def test_bins_hold_the_documents_of_the_documented_split(tmp_path: Path, size: int, dtype: Any) -> None:
+    """An id has four bytes only where two are too few."""
     path = str(large_vocabulary(tmp_path / "tokenizer", size))
     manifest, folder = prepared(
         corpus_in(tmp_path / "corpus"), tmp_path / "root", tokenizer={"kind": "file", "path": path}
@@ -66,7 +65,7 @@ def test_the_bins_hold_the_documents_of_the_documented_split_with_four_bytes_an_
         ids = np.memmap(folder / name, dtype=dtype, mode="r")  # nanoGPT's train.py reads just so
         documents = np.split(ids, np.flatnonzero(ids == manifest.end_of_text) + 1)
         assert len(documents.pop()) == 0, "the last one is closed too"
-        texts = HfTokenizer.from_file(path).decode_batch([one[:-1].tolist() for one in documents])
+        texts = HfTokenizer.from_file(path).decode_batch([ids[:-1].tolist() for ids in documents])
         assert texts == [text for number, text in enumerate(TEXTS) if (number in held_out) == validation]
     assert (manifest.vocab_size, manifest.train.documents, manifest.validation.documents) == (size, 18, 3)
 
@@ -76,12 +75,12 @@ class Killed(Exception):
 
 
 def killed_after(results: int, each: MapSteps) -> MapSteps:
-    left = iter(range(results))
+    remaining = iter(range(results))
 
     def mortal(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with closing(each(step, items)) as found:
             for result in found:
-                if next(left, None) is None:
+                if next(remaining, None) is None:
                     raise Killed
                 yield result
 
@@ -120,7 +119,7 @@ def planned_case(
     files=FILES, fields=FIELDS, max_bytes=st.one_of(st.none(), st.integers(20, 600)), shard=st.integers(1, 1500),
     batch=st.integers(64, 2000), kills=KILLS, workers=st.sampled_from([1, 2, 7]),
 )  # fmt: skip
-def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
+def test_bytes_depend_on_corpus_and_settings_only(
     tmp_path_factory: pytest.TempPathFactory, tokenizer: TokenizerFile, files: Files, fields: dict[str, Any],
     max_bytes: int | None, shard: int, batch: int, kills: list[tuple[int, int]], workers: int,
 ) -> None:  # fmt: skip
@@ -141,9 +140,7 @@ def test_the_bytes_follow_from_corpus_and_settings_whoever_worked_and_died(
     assert set(contents(folder / "root")) == of_the_dataset
 
 
-def test_an_empty_document_that_no_footer_told_of_moves_the_pieces_that_were_made_before_it_is_read(
-    tmp_path: Path, tokenizer: TokenizerFile
-) -> None:
+def test_empty_document_in_a_footers_count_is_found(tmp_path: Path, tokenizer: TokenizerFile) -> None:
     """The last shard's footer counts a document that is empty: all are then counted and assigned anew."""
     texts = [f"Document {number} of a corpus whose footers tell the count." for number in range(60)]
     files: Files = [(".parquet", [*texts[:30]]), (".parquet", [*texts[30:59], "", texts[59]])]
@@ -153,7 +150,7 @@ def test_an_empty_document_that_no_footer_told_of_moves_the_pieces_that_were_mad
     assert found(planned, tmp_path / "root", manifest) == wanted
 
 
-def test_a_little_of_a_large_corpus_is_made_from_few_of_its_shards(tmp_path: Path, tokenizer: TokenizerFile) -> None:
+def test_max_bytes_of_a_large_corpus_reads_few_shards(tmp_path: Path, tokenizer: TokenizerFile) -> None:
     many: Files = [(".txt", [f"The text of file {number}. " * 4]) for number in range(64)]
     steps = list[object]()
 
@@ -187,16 +184,17 @@ def test_a_finished_dataset_is_done_and_staged_from_where_it_is(
     assert contents(staged) == contents(dataset[1])
 
 
-def test_two_preparations_at_once_both_end_well_and_a_split_past_the_cap_is_numbered_files(
+def test_two_preparations_at_once_make_the_same_numbered_files(
     root: str, tmp_path: Path, tokenizer: TokenizerFile
 ) -> None:
+    """A split above the cap is several files."""
     source = corpus_in(tmp_path / "corpus")
     planned = plan_dataset(settings_for(source, tokenizer=tokenizer, max_file_bytes=1000))
     with cut_into(300), ThreadPoolExecutor(2) as pool:
-        made, other = pool.map(lambda _: prepare(planned, open_storage(root), map_steps=in_threads(2)), range(2))
+        first, second = pool.map(lambda _: prepare(planned, open_storage(root), map_steps=in_threads(2)), range(2))
     _, folder = prepared(source, tmp_path / "whole", tokenizer=tokenizer)
     parts = {name: part for name, part in stored(root, planned).items() if name.startswith("train")}
-    assert made == other
+    assert first == second
     assert list(parts) == [f"train-{number:05d}.bin" for number in range(len(parts))]
     assert b"".join(parts.values()) == (folder / "train.bin").read_bytes()
     assert max(map(len, parts.values())) <= 1000
@@ -223,17 +221,17 @@ def test_a_corpus_makes_equal_files_wherever_it_lies(bucket: Storage, tmp_path: 
     assert len(made["here"]["train-00000.bin"]) == 1000
 
 
-def test_the_command_says_what_it_made_and_makes_the_same_bytes_on_one_core(
+def test_prepare_command_makes_the_same_bytes_on_one_core(
     dataset: tuple[DatasetManifest, Path], tmp_path: Path
 ) -> None:
     manifest, folder = dataset
     command = [sys.executable, "-m", "litgpt_demo", "prepare", "--root", str(tmp_path / "root"), "--data"]
     data = settings_for(corpus_in(tmp_path / "corpus")).model_dump_json()
     # Neither the number of threads nor Python's hashing may show in the tokenizer or the ids.
-    other = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
-    said = subprocess.run([*command, data], check=True, env=other, capture_output=True, text=True).stdout
+    environ = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "7"}
+    output = subprocess.run([*command, data], check=True, env=environ, capture_output=True, text=True).stdout
     assert contents(tmp_path / "root" / "datasets" / folder.name) == contents(folder)
-    assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in said
+    assert f"{manifest.train.tokens} training tokens, {manifest.validation.tokens} validation" in output
 
 
 BAD = {"on_bad_document": "skip"}
@@ -241,7 +239,7 @@ SKIPPED = r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 
 
 
 @pytest.mark.parametrize(
-    ("texts", "fields", "words"),
+    ("texts", "fields", "message"),
     [
         (TEXTS[:1], {}, "has 1 documents in 2 files; .*give more text"),
         (TEXTS, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
@@ -251,22 +249,20 @@ SKIPPED = r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 
     ],
     ids=range(5),
 )
-def test_a_corpus_that_makes_no_dataset_is_refused_with_what_is_bad_in_it(
-    tmp_path: Path, tokenizer: TokenizerFile, texts: list[str], fields: dict[str, Any], words: str
+def test_corpus_without_a_dataset_is_refused_with_its_problems(
+    tmp_path: Path, tokenizer: TokenizerFile, texts: list[str], fields: dict[str, Any], message: str
 ) -> None:
     source = corpus_in(tmp_path / "corpus", texts) if texts else tmp_path / "corpus"
     if not texts:
         write(source, {"a.jsonl": b'{"text": 7}\n{"text": null}\n\nno\n' + b"{}\n" * 1200})
     planned = plan_dataset(settings_for(source, **{"tokenizer": tokenizer} | fields))
-    with pytest.raises((DataError, UserError), match=words):
+    with pytest.raises((DataError, UserError), match=message):
         prepare(planned, open_storage(str(tmp_path / "root")))
     assert finished_dataset(open_storage(str(tmp_path / "root")), planned) is None
     assert not (tmp_path / "root" / ".scratch").exists()
 
 
-def test_bad_documents_are_left_out_and_of_very_many_the_first_places_are_written_down(
-    tmp_path: Path, tokenizer: TokenizerFile
-) -> None:
+def test_manifest_names_the_first_bad_documents(tmp_path: Path, tokenizer: TokenizerFile) -> None:
     lines = b'{"text": "one"}\n' + b'{"text": 7}\n' * 2000 + b'{"text": "two"}\n'
     source = write(tmp_path / "corpus", {"c.jsonl": lines})
     manifest, _ = prepared(source, tmp_path / "root", tokenizer=tokenizer, on_bad_document="skip")
@@ -274,7 +270,7 @@ def test_bad_documents_are_left_out_and_of_very_many_the_first_places_are_writte
     assert manifest.bad_places[0] == "c.jsonl, line 2: has 7 as 'text'"
 
 
-def test_openwebtext_with_other_totals_than_everyones_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:
+def test_openwebtext_with_other_totals_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:
     manifest = dataset[0].model_copy(update={"vocab_size": 50257, "end_of_text": 50256})
     data = DataConfig.model_validate({"corpus": {"kind": "openwebtext"}})
     planned = PlannedDataset(data=data, sources=(), tokenizer=None, name="openwebtext", key="k")

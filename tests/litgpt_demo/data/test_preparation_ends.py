@@ -39,12 +39,12 @@ PROGRAM = """
 import fnmatch, os, signal, sys
 from litgpt_demo.data import shards
 shards._SMALLEST = shards._LARGEST = int(sys.argv[1])
-left = int(sys.argv[3])
+remaining = int(sys.argv[3])
 def hook(event, arguments):
-    global left
+    global remaining
     if event in ("os.rename", "os.link") and fnmatch.fnmatch(os.path.basename(arguments[1]), sys.argv[2]):
-        left -= 1
-        if left == 0:
+        remaining -= 1
+        if remaining == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(hook)
 from litgpt_demo.__main__ import main
@@ -52,7 +52,7 @@ main(["prepare", *sys.argv[4:]])
 """
 
 
-def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_preparation_killed_repeatedly_makes_the_same_bytes(tmp_path: Path) -> None:
     texts = [f"{number % 90} {'word ' * (number % 90)}" for number in range(600)]
     corpus = {"a.parquet": as_parquet(texts[:300], compression="none"), "b.jsonl": as_jsonl(texts[300:])}
     tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
@@ -61,8 +61,8 @@ def test_a_preparation_killed_again_and_again_goes_on_and_ends_with_the_same_byt
     planned = plan_dataset(settings_for(source, of_each(source), tokenizer=tokenizer, filters=filters))
     before = dict[str, tuple[int, int]]()
     for last_file, count in (("[0-9]*.json", 9), ("[0-9]*.json", 50), ("manifest.json", 1)):
-        asked = [last_file, str(count), "--root", str(root), "--data", planned.data.model_dump_json()]
-        ended = subprocess.run([sys.executable, "-c", PROGRAM, str(SHARD), *asked], stdout=subprocess.DEVNULL)
+        arguments = [last_file, str(count), "--root", str(root), "--data", planned.data.model_dump_json()]
+        ended = subprocess.run([sys.executable, "-c", PROGRAM, str(SHARD), *arguments], stdout=subprocess.DEVNULL)
         assert ended.returncode == -signal.SIGKILL
         assert finished_dataset(open_storage(str(root)), planned) is None
         noted = {path.name: path.stat() for path in (root / planned.path / "shards").glob("[0-9]*.json")}
@@ -90,10 +90,11 @@ def local(planned: PlannedDataset, tmp_path: Path) -> dict[str, bytes]:
 
 # None may wait on this machine's disk, as where workers are on other machines; or all may.
 @pytest.mark.parametrize(("seed", "waiting"), [(1, 0), (2, 1000)])
-def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is_left(
+def test_preparation_is_right_when_requests_fail(
     proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, seed: int, waiting: int,
 ) -> None:  # fmt: skip
+    """One request in five fails; no other file is left."""
     monkeypatch.setattr(workers, "_WAITING", waiting)
     proxy.arm(chance=Random(seed))
     with cut_into(1200):
@@ -105,9 +106,10 @@ def test_with_one_request_in_five_spoilt_the_bytes_are_right_and_nothing_else_is
 
 
 @pytest.mark.parametrize("end", [".parquet", ".jsonl"])
-def test_where_room_is_short_no_more_of_a_remote_corpus_lies_here_than_the_workers_are_at(
+def test_copies_of_a_corpus_are_freed_when_disk_is_short(
     bucket: BucketStorage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
+    """Only the files that workers are reading are on the disk."""
     for number in range(9):
         bucket.write(f"corpus/{number}{end}", FORMATS[end]([f"{number} {'word ' * 500}", f"{number} another"]))
     tokenizer = {"kind": "file", "path": str(large_vocabulary(tmp_path / "tokenizer"))}
@@ -132,9 +134,10 @@ def test_where_room_is_short_no_more_of_a_remote_corpus_lies_here_than_the_worke
 
 
 @pytest.mark.parametrize(("kind", "skip"), [("upload", 0), ("upload", 9), ("compose", 1)])
-def test_a_bucket_that_refuses_at_once_or_half_way_holds_nothing_that_looks_finished_and_is_gone_on_with(
+def test_preparation_continues_after_a_bucket_refused(
     proxy: FaultyBucket, bucket: BucketStorage, planned: PlannedDataset, local: dict[str, bytes], kind: Any, skip: int
 ) -> None:
+    """A bucket that refused at once or half way has nothing that looks finished."""
     proxy.arm(FailureClass(on=kind, do="refuse", status=403, times=FOREVER, skip=skip))
     with cut_into(400), pytest.raises(UserError, match=f"bucket {proxy.bucket} refused"):
         prepare(planned, bucket, map_steps=in_threads(2))

@@ -60,15 +60,16 @@ def test_tokenizer_loses_truncation_and_padding(tokenizer: TokenizerFiles) -> No
     assert (made.prefix, encoded) == ((), hugging_face(tokenizer.files).encode(TEXT[1]).ids)
 
 
-def test_a_trained_tokenizer_has_the_ids_asked_for_of_a_sample_or_says_how_many_it_gives(
+def test_trained_tokenizer_has_the_set_number_of_ids(
     tokenizer: TokenizerFiles,
 ) -> None:
+    """A sample with too little text is refused with the number that it gives."""
     found = hugging_face(tokenizer.files)
     assert tokenizer.vocab_size == found.get_vocab_size() == VOCABULARY
     assert found.token_to_id(END_OF_TEXT) == tokenizer.end_of_text
     assert json.loads(tokenizer.files["tokenizer_config.json"])["eos_token"] == END_OF_TEXT
-    asked = TrainedTokenizer(kind="train", vocab_size=300, sample_bytes=10_000)
-    assert train_tokenizer(asked, TEXT).hash == train_tokenizer(asked, [TEXT[0][:10_000]]).hash
+    settings = TrainedTokenizer(kind="train", vocab_size=300, sample_bytes=10_000)
+    assert train_tokenizer(settings, TEXT).hash == train_tokenizer(settings, [TEXT[0][:10_000]]).hash
     with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for (\d+).*sample_bytes"):
         train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
 
@@ -82,9 +83,7 @@ DOCUMENTS = st.lists(st.lists(PIECES, max_size=6).map("".join), min_size=1, max_
 
 @settings(max_examples=80)
 @given(documents=DOCUMENTS)
-def test_ids_are_hugging_faces_and_no_text_forges_the_end_of_a_document(
-    tokenizer: TokenizerFiles, documents: list[str]
-) -> None:
+def test_ids_are_hugging_faces_and_no_text_forges_end_of_text(tokenizer: TokenizerFiles, documents: list[str]) -> None:
     plain = hugging_face(definition_of(tokenizer, added_tokens=[]))
     expected = [plain.encode(text, add_special_tokens=False).ids for text in documents]
     assert not any(tokenizer.end_of_text in document for document in expected)
@@ -96,7 +95,7 @@ def test_ids_are_hugging_faces_and_no_text_forges_the_end_of_a_document(
     assert [decoder.decode(document, skip_special_tokens=False) for document in expected] == documents
 
 
-def test_added_tokens_that_are_not_special_are_used_as_hugging_face_uses_them(tokenizer: TokenizerFiles) -> None:
+def test_added_tokens_are_used_as_hugging_face_uses_them(tokenizer: TokenizerFiles) -> None:
     # GPT-NeoX's tokenizer, of the Pythia models, has its runs of spaces as such tokens.
     files = with_added(tokenizer, *(AddedToken(" " * width, normalized=True, special=False) for width in (4, 2)))
     spaced, text = assemble(files, origin="spaced"), "if x:\n        return  1"
@@ -106,9 +105,10 @@ def test_added_tokens_that_are_not_special_are_used_as_hugging_face_uses_them(to
     assert spaced.vocab_size == VOCABULARY + 2
 
 
-def test_a_tokenizer_whose_ids_would_differ_is_refused_by_its_definition_or_by_the_first_text(
+def test_tokenizer_with_differing_ids_is_refused(
     tokenizer: TokenizerFiles,
 ) -> None:
+    """Its definition or the first text shows it."""
     with pytest.raises(UserError, match=r"Unsupported .*; take another tokenizer, or train one"):
         Encoder(assemble(definition_of(tokenizer, pre_tokenizer={"type": "Whitespace"}), origin="odd"))
     # Hugging Face's finds a token of a whole word only where a word ends.
@@ -121,9 +121,8 @@ def test_a_tokenizer_whose_ids_would_differ_is_refused_by_its_definition_or_by_t
         unchecked.compare(texts_of("a <tab> b", "a<tab>b"))
 
 
-def test_a_tokenizer_of_a_file_or_a_litgpt_checkpoint_is_the_one_written_and_its_end_of_text_the_settings_or_its_own(
-    tokenizer: TokenizerFiles, tmp_path: Path
-) -> None:
+def test_tokenizer_of_a_file_or_checkpoint_is_used_as_it_is(tokenizer: TokenizerFiles, tmp_path: Path) -> None:
+    """Its end of text is the one that is set, else its own."""
     folder = write(tmp_path, dict(tokenizer.files) | {"lit_model.pth": b"weights"})
     from_checkpoint = load_tokenizer(LitgptTokenizer(kind="litgpt", path=str(folder)))
     assert load_tokenizer(TokenizerFile(kind="file", path=f"{folder}/tokenizer.json")).hash == tokenizer.hash
@@ -139,22 +138,22 @@ def test_a_tokenizer_of_a_file_or_a_litgpt_checkpoint_is_the_one_written_and_its
 
 
 def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: TokenizerFiles, tmp_path: Path) -> None:
-    whole = tokenizer.files["tokenizer.json"]
-    without_end = whole.replace(END_OF_TEXT.encode(), b"the end")
+    definition = tokenizer.files["tokenizer.json"]
+    without_end = definition.replace(END_OF_TEXT.encode(), b"the end")
     spoilt = definition_of(tokenizer, model={"type": "BPE", "vocab": {"a": "?"}})
-    for number, (files, words) in enumerate(
+    for number, (files, message) in enumerate(
         [
             ({}, "tokenizer.json is not a file; kind=file takes the path"),
-            ({"tokenizer.json": whole[:-9]}, r"cut short \(.*EOF while parsing"),
-            ({"tokenizer.json": whole, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
+            ({"tokenizer.json": definition[:-9]}, r"cut short \(.*EOF while parsing"),
+            ({"tokenizer.json": definition, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
             ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
             (spoilt, r"no tokenizer.*expected u32 at"),
             ({"tokenizer.json": POINTER}, "tokenizer.json of .* is a Git LFS pointer.*`git lfs pull`"),
-            ({"tokenizer.json": whole, "tokenizer_config.json": POINTER}, "tokenizer_config.json of .* Git LFS"),
+            ({"tokenizer.json": definition, "tokenizer_config.json": POINTER}, "tokenizer_config.json of .* Git LFS"),
         ]
     ):
         folder = write(tmp_path / str(number), {"lit_model.pth": b""} | files)
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             load_tokenizer(LitgptTokenizer(kind="litgpt", path=str(folder)))
 
 
@@ -173,7 +172,7 @@ def from_hub(name: str = "owner/model", **fields: str) -> TokenizerFiles:
     return load_tokenizer(HubTokenizer(kind="hub", name=name, **fields))
 
 
-def test_a_tokenizer_of_the_hub_is_the_one_that_lies_there_and_what_it_does_not_give_is_named(
+def test_tokenizer_of_the_hub_is_used_or_refused_by_its_name(
     tokenizer: TokenizerFiles, hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)

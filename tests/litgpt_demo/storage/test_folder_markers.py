@@ -28,9 +28,7 @@ def test_a_checkpoints_successor_removes_no_other_checkpoint(bucket: BucketStora
     assert run.read("checkpoints/notes.txt") == b"a person's"
 
 
-def test_a_dataset_is_prepared_found_done_and_verified_from_a_corpus_that_a_console_made(
-    bucket: BucketStorage, tmp_path: Path
-) -> None:
+def test_dataset_is_made_from_a_corpus_with_folder_markers(bucket: BucketStorage, tmp_path: Path) -> None:
     for path, content in contents(corpus_in(tmp_path)).items():
         bucket.write(f"texts/{path}", content)
     mark(bucket, "texts", "texts/deep")
@@ -42,7 +40,7 @@ def test_a_dataset_is_prepared_found_done_and_verified_from_a_corpus_that_a_cons
     assert verify_dataset(bucket.address(planned.path)) == made
 
 
-def test_nothing_is_removed_under_a_name_that_is_no_files_or_folders(root: str) -> None:
+def test_removal_takes_only_a_name_of_a_file_or_folder(root: str) -> None:
     storage = open_storage(root)
     storage.write("checkpoints/a", b"")
     for path in ("", ".", "/", "checkpoints/", "a//b", "./a"):

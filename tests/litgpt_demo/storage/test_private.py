@@ -45,16 +45,14 @@ def test_a_folder_of_another_user_is_refused(own: Path, monkeypatch: pytest.Monk
         make_temporary("sources")
 
 
-def test_the_ranks_of_a_run_share_its_folder_and_runs_of_two_buckets_do_not(own: Path) -> None:
-    run, other = (open_storage(f"gs://{bucket}/runs/owt-1a2b") for bucket in ("bucket", "other"))
+def test_ranks_share_a_folder_but_runs_of_two_buckets_do_not(own: Path) -> None:
+    run, same_name = (open_storage(f"gs://{bucket}/runs/owt-1a2b") for bucket in ("bucket", "other"))
     assert scratch_of(run, 0).parent == scratch_of(run, 1).parent
-    assert scratch_of(other, 0) != scratch_of(run, 0)
+    assert scratch_of(same_name, 0) != scratch_of(run, 0)
 
 
 @pytest.mark.parametrize(("above", "made"), [(0o755, 0o700), (0o2775, 0o2755), (0o1777, 0o700)])
-def test_a_new_folder_of_a_run_is_its_owners_alone_unless_it_is_in_a_shared_one(
-    tmp_path: Path, above: int, made: int
-) -> None:
+def test_folder_of_a_run_is_private_unless_in_a_shared_one(tmp_path: Path, above: int, made: int) -> None:
     tmp_path.chmod(above)
     before = os.umask(0o022)
     try:
@@ -85,11 +83,11 @@ WAY = (
 )  # fmt: skip
 
 
-def test_a_key_to_anything_but_the_storage_stays_behind() -> None:
+def test_environment_of_readers_has_only_storage_credentials() -> None:
     assert private.environment_of_readers(dict.fromkeys(KEYS + WAY, "value")) == dict.fromkeys(WAY, "value")
 
 
-def test_keys_of_aws_go_along_where_the_storages_account_is_had_for_them(tmp_path: Path) -> None:
+def test_aws_keys_stay_when_google_credentials_need_them(tmp_path: Path) -> None:
     account = tmp_path / "account.json"
     keys = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "eu-west-1"}
     named = {"GOOGLE_APPLICATION_CREDENTIALS": str(account)}

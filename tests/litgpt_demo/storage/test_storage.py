@@ -39,14 +39,14 @@ def storage(root: str) -> Storage:
     return open_storage(root)
 
 
-def test_what_is_created_is_there_and_never_replaced(storage: Storage) -> None:
+def test_created_file_is_never_replaced(storage: Storage) -> None:
     assert storage.create("index/run/1.json", b"first")
     assert storage.create("index/run/1.json", b"first")  # as after an answer that was lost
     assert not storage.create("index/run/1.json", b"second")
     claims = [f"from {number}".encode() for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        mine = list(pool.map(lambda data: storage.create("claim", data), claims))
-    won = [data for data, was_mine in zip(claims, mine, strict=True) if was_mine]
+        created = list(pool.map(lambda data: storage.create("claim", data), claims))
+    won = [data for data, was_created in zip(claims, created, strict=True) if was_created]
     assert [storage.read("claim")] == won
     assert storage.read("index/run/1.json") == b"first"
     assert storage.list() == ["claim", "index/run/1.json"]
@@ -61,7 +61,7 @@ def test_a_listing_is_deep_sorted_and_of_a_folder_alone(storage: Storage) -> Non
     assert [storage.exists(path) for path in ("a/2", "a", "a/2/below", "a/1")] == [True, False, False, False]
 
 
-def test_a_missing_file_is_named_by_its_whole_address(storage: Storage, tmp_path: Path) -> None:
+def test_missing_file_is_named_by_its_full_address(storage: Storage, tmp_path: Path) -> None:
     storage.write("folder/file", b"x")
     for path in ("missing", "folder", "folder/file/below"):
         for verb in (
@@ -77,9 +77,7 @@ def test_a_missing_file_is_named_by_its_whole_address(storage: Storage, tmp_path
     assert storage.list() == ["folder/file"]
 
 
-def test_a_file_of_several_chunks_arrives_whole_both_ways_and_with_move_its_source_goes(
-    storage: Storage, tmp_path: Path
-) -> None:
+def test_large_file_is_transferred_both_ways_or_moved(storage: Storage, tmp_path: Path) -> None:
     source, link, target = tmp_path / "large", tmp_path / "link", tmp_path / "staged" / "back"
     source.write_bytes(os.urandom(1 << 20) * 17 + b"tail")
     link.symlink_to(source)
@@ -97,7 +95,7 @@ def test_a_file_of_several_chunks_arrives_whole_both_ways_and_with_move_its_sour
         storage.upload(source, "again")
 
 
-def test_a_removal_or_a_move_takes_a_file_or_a_folder_and_not_its_namesakes(storage: Storage) -> None:
+def test_removal_or_move_takes_no_file_of_a_similar_name(storage: Storage) -> None:
     for path in ("step-1/a", "step-1/deep/b", "step-10/a", "step-1.json", "other", "torn/deep/a"):
         storage.write(path, path.encode())
     storage.move("torn", "damaged/torn.1")
@@ -113,9 +111,9 @@ def test_files_are_joined_in_the_order_given_and_stay(storage: Storage, count: i
     parts = {f"shards/{number:05d}": bytes([number]) * number for number in reversed(range(count))}
     for path, data in parts.items():
         storage.write(path, data)
-    whole = storage.join(list(parts), "train.bin")
+    joined = storage.join(list(parts), "train.bin")
     assert storage.read("train.bin") == b"".join(parts.values())
-    assert storage.stat("train.bin") == whole == storage.join(list(parts), "train.bin")
+    assert storage.stat("train.bin") == joined == storage.join(list(parts), "train.bin")
     assert storage.list() == [*sorted(parts), "train.bin"]
 
 
@@ -152,7 +150,7 @@ def test_no_path_leads_out_of_the_root(storage: Storage, parts: list[str], absol
         assert storage.address(path) == "/".join([storage.root, *tidy])
 
 
-def test_a_name_that_one_of_the_storages_cannot_hold_is_refused_by_both(storage: Storage) -> None:
+def test_name_that_one_storage_cannot_hold_is_refused_by_both(storage: Storage) -> None:
     for path in ("", ".", "a\nb", "a\0b", "folder/.0123.partial"):
         with pytest.raises(UserError, match=re.escape(repr(path))):
             storage.write(path, b"x")
@@ -186,7 +184,7 @@ def test_a_reader_beside_a_writer_sees_only_whole_versions(tmp_path: Path) -> No
         writing.result()
 
 
-def test_a_full_disk_is_told_with_the_arithmetic_and_leaves_the_old_content(tmp_path: Path) -> None:
+def test_full_disk_error_has_sizes_and_old_content_stays(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path / "root"))
     storage.write("state", b"old")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -211,7 +209,7 @@ def test_creating_works_on_a_mount_without_hard_links(tmp_path: Path, monkeypatc
     assert storage.read("claim") == b"mine"
 
 
-def test_a_linked_folder_is_listed_and_outlives_the_removal_of_the_link(tmp_path: Path) -> None:
+def test_linked_folder_is_listed_and_outlives_its_link(tmp_path: Path) -> None:
     dataset, run = open_storage(str(tmp_path / "dataset")), open_storage(str(tmp_path / "run"))
     dataset.write("manifest.json", b"{}")
     run.write("config.json", b"{}")
@@ -278,18 +276,16 @@ def test_a_late_request_does_not_touch_a_newer_object(bucket: BucketStorage, pro
     assert bucket.read("metrics.jsonl") == b"1\n2\n3\n"
 
 
-def test_of_two_creators_exactly_the_one_that_came_first_wins(bucket: BucketStorage, proxy: FaultyBucket) -> None:
-    theirs = partial(bucket.create, "attempt.json", b"theirs")
-    proxy.arm(FailureClass(on="upload", do="overtake", meanwhile=theirs))
+def test_first_of_two_creators_wins(bucket: BucketStorage, proxy: FaultyBucket) -> None:
+    create = partial(bucket.create, "attempt.json", b"theirs")
+    proxy.arm(FailureClass(on="upload", do="overtake", meanwhile=create))
     assert not bucket.create("attempt.json", b"mine")
-    assert theirs(), "it is there already"
+    assert create(), "it is there already"
     proxy.arm(FailureClass(on="upload", do="lose"))
     assert bucket.create("claim", b"mine"), "though the answer was lost"
 
 
-def test_a_manifest_that_another_replaces_meanwhile_is_written_read_and_removed_whole(
-    bucket: BucketStorage, proxy: FaultyBucket
-) -> None:
+def test_manifest_replaced_meanwhile_is_never_mixed(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     def overtaken(on: Any) -> BucketStorage:
         bucket.write("run/manifest.json", b"a longer first one")
         proxy.arm(FailureClass(on=on, do="overtake", meanwhile=lambda: bucket.write("run/manifest.json", b"theirs")))
@@ -320,9 +316,7 @@ def test_an_interrupted_removal_has_taken_the_manifest(bucket: BucketStorage, pr
     assert bucket.list() == ["step-1/a.distcp", "step-1/z.distcp"]
 
 
-def test_a_bucket_that_is_not_there_or_refuses_is_named_with_the_command_that_helps(
-    bucket: BucketStorage, proxy: FaultyBucket
-) -> None:
+def test_missing_or_refusing_bucket_is_named_with_a_command(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     missing = open_storage("gs://no-such-bucket/runs")
     for ask in (missing.list, missing.read, missing.remove, lambda path: missing.write(path, b"x")):
         with pytest.raises(UserError, match=r"no bucket 'no-such-bucket'.*buckets create gs://no-such-bucket"):
@@ -333,7 +327,7 @@ def test_a_bucket_that_is_not_there_or_refuses_is_named_with_the_command_that_he
             verb()
 
 
-def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_credentials_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("STORAGE_EMULATOR_HOST", "GOOGLE_APPLICATION_CREDENTIALS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
@@ -344,14 +338,14 @@ def test_missing_credentials_are_told_in_one_sentence(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("files", "free", "words"),
+    ("files", "free", "message"),
     [(1000, 0, "no more files, whatever their size .*; remove files"), (1000, 9, "4 bytes are"), (0, 0, "4 bytes are")],
 )
 def test_full_disk_error_names_files_or_bytes(
-    files: int, free: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: int, free: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems count no files."""
     seen = SimpleNamespace(f_bavail=2**30, f_frsize=1, f_files=files, f_favail=free)
     monkeypatch.setattr(os, "statvfs", lambda path: seen)
-    with pytest.raises(DiskFull, match=words), translate_os_errors(str(tmp_path / "x"), needed=4):
+    with pytest.raises(DiskFull, match=message), translate_os_errors(str(tmp_path / "x"), needed=4):
         raise OSError(errno.ENOSPC, "No space left on device")

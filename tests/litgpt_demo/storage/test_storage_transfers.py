@@ -41,7 +41,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "there" / "train.bin"
 
 
-def test_a_large_file_goes_up_and_down_in_parts_once_and_leaves_nothing_behind(
+def test_large_file_is_transferred_in_parts_once(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, target: Path
 ) -> None:
     stored = storage.upload(source, "data/train.bin")
@@ -59,9 +59,7 @@ def test_a_large_file_goes_up_and_down_in_parts_once_and_leaves_nothing_behind(
     assert target.read_bytes() == CONTENT
 
 
-def test_an_empty_object_whose_answers_leave_out_its_size_is_an_empty_file(
-    storage: BucketStorage, proxy: FaultyBucket
-) -> None:
+def test_empty_object_without_a_size_is_an_empty_file(storage: BucketStorage, proxy: FaultyBucket) -> None:
     kinds: tuple[Any, ...] = ("look", "upload", "begin")
     proxy.arm(*(FailureClass(on=kind, do="drop zeros", times=FOREVER) for kind in kinds))
     written = storage.write("empty", b"")
@@ -81,9 +79,7 @@ def test_answers_without_metadata_are_retried(storage: BucketStorage, proxy: Fau
         storage.write("some", b"more")
 
 
-def test_an_upload_goes_on_where_a_killed_one_stopped(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path
-) -> None:
+def test_upload_continues_where_a_killed_one_stopped(storage: BucketStorage, proxy: FaultyBucket, source: Path) -> None:
     proxy.arm(FailureClass(on="upload", do="stall", skip=4, times=FOREVER))
     program = f"""
         from pathlib import Path
@@ -104,9 +100,8 @@ def test_an_upload_goes_on_where_a_killed_one_stopped(
     assert proxy.objects() == {"data/train.bin": CONTENT}
 
 
-def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_next_one(
-    storage: BucketStorage, proxy: FaultyBucket, source: Path
-) -> None:
+def test_parts_of_a_killed_upload_are_removed_later(storage: BucketStorage, proxy: FaultyBucket, source: Path) -> None:
+    """They go with the folder or with the next upload."""
     for kind, path in (("compose", "data/train.bin"), ("delete", "train.bin")):
         proxy.arm(FailureClass(on=kind, do="refuse", times=FOREVER))  # type: ignore[arg-type]
         with pytest.raises(NetworkError):
@@ -119,7 +114,7 @@ def test_what_an_upload_left_that_ended_early_goes_with_its_folder_or_with_the_n
     assert proxy.objects() == {"train.bin": CONTENT}
 
 
-def test_two_downloads_to_one_place_do_not_disturb_each_other_nor_does_a_new_object(
+def test_two_downloads_to_one_path_do_not_disturb_each_other(
     storage: BucketStorage, proxy: FaultyBucket, source: Path, target: Path
 ) -> None:
     storage.upload(source, "train.bin")

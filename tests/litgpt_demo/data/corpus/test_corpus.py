@@ -68,7 +68,8 @@ def test_documents_come_back_as_they_were_written(form: str, compression: str, t
     assert found == [text for text in texts if text]
 
 
-def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the_mark_of_utf_8(tmp_path: Path) -> None:
+def test_text_file_without_separator_is_one_document(tmp_path: Path) -> None:
+    """Nothing is changed in it, except that the mark of UTF-8 is dropped."""
     text = "one\r\n\r\ntwo\n\x00\N{SNOWMAN}\ufeff\n"
     marked = BOM_UTF8 + text.encode()
     write(tmp_path, {"a.txt": marked, "b.md": b"", "c": b"no suffix", "d.txt.gz": gzip.compress(marked)})
@@ -77,7 +78,7 @@ def test_a_text_file_without_separator_is_one_document_byte_for_byte_but_for_the
     assert found == [text, "no suffix", text, "three", "four"]
 
 
-def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tmp_path: Path) -> None:
+def test_compressed_file_has_any_members_window_or_name(tmp_path: Path) -> None:
     long = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=28)).compressobj()
     members = [b"".join(COMPRESS[end](as_jsonl([text])) for text in ("one", "two")) for end in COMPRESS]
     windowed = long.compress(as_jsonl(["one"])) + long.flush()
@@ -86,7 +87,7 @@ def test_compressed_files_may_have_several_members_a_long_window_and_any_name(tm
     assert read(files(tmp_path, format="jsonl"), tmp_path / "scratch") == ["one", "two"] * 2 * len(members) + ["one"]
 
 
-def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_document(tmp_path: Path) -> None:
+def test_file_without_text_is_refused_or_one_bad_document(tmp_path: Path) -> None:
     archive, bundle = BytesIO(), BytesIO()
     with zipfile.ZipFile(archive, "w") as packed, tarfile.open(fileobj=bundle, mode="w") as tar:
         packed.writestr("a.txt", "one")
@@ -108,11 +109,11 @@ def test_a_file_that_holds_no_text_is_named_with_what_to_do_or_is_one_bad_docume
                 DataConfig(corpus=corpus, on_bad_document="skip"),
                 plan_shards(corpus, list_files(corpus), 10),
             )
-            found = [batch for one in shards for batch in read_shard(data, one, tmp_path)]
+            found = [batch for shard in shards for batch in read_shard(data, shard, tmp_path)]
             assert [place.place for batch in found for place in batch.bad] == [f"{name}, byte 0"]
 
 
-def test_a_row_group_is_never_held_whole(tmp_path: Path) -> None:
+def test_row_group_is_never_held_in_memory(tmp_path: Path) -> None:
     # 100 MB in one row group, which compress to next to nothing.
     texts = pa.array([f"{number:04}" + "word " * 2000 for number in range(10_000)])
     parquet.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", compression="zstd")
@@ -133,14 +134,14 @@ PAGES = ["first page", "second page\nwith a line", "third"]
 LINES = "".join(json.dumps({"text": text, "url": "https://example.org"}) + "\n" for text in PAGES).encode()
 
 
-def test_an_object_a_line_is_a_document_a_line(tmp_path: Path) -> None:
+def test_json_line_is_a_document(tmp_path: Path) -> None:
     names = {"c4-train.00000-of-01024.json.gz": gzip.compress(LINES), "part.json": LINES}
     corpus = files(write(tmp_path / "c4", names))
     assert read(corpus, tmp_path) == PAGES * 2
 
 
 @pytest.mark.parametrize("separator", [None, "\n\n"])
-def test_text_that_is_all_json_lines_is_refused_with_the_setting_to_use(tmp_path: Path, separator: str | None) -> None:
+def test_text_of_json_lines_is_refused_with_the_setting_to_use(tmp_path: Path, separator: str | None) -> None:
     folder = write(tmp_path / "texts", {"dump.txt": LINES})
     with pytest.raises(UserError, match=r"'text', 'url'.*data\.corpus\.format=jsonl and data\.corpus\.column=text"):
         read(files(folder, separator=separator), tmp_path)
@@ -162,25 +163,24 @@ def put(root: str, contents: dict[str, bytes]) -> None:
         open_storage(root).write(name, data)
 
 
-def test_order_and_key_depend_on_names_bytes_and_settings_not_on_the_place_or_the_order_of_the_paths(
-    root: str, tmp_path: Path
-) -> None:
+def test_key_depends_on_names_bytes_settings_not_on_folders(root: str, tmp_path: Path) -> None:
+    """Neither the folder nor the order of the paths changes the order of documents or the key."""
     first = write(tmp_path / "first", MIXED)
     second = f"{root}/elsewhere/second"
     put(second, dict(reversed(MIXED.items())))
-    here, there = files(*of_each(first)), [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
-    for corpus in (here, files(*there), files(*reversed(there))):
-        assert read(corpus, tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
+    corpus, paths = files(*of_each(first)), [f"{second}/**/*.txt", f"{second}/c.*", f"{second}/**/*.gz", f"{second}/b"]
+    for same in (corpus, files(*paths), files(*reversed(paths))):
+        assert read(same, tmp_path / "scratch") == ["one", "two", "three", "four", "five", "six", "seven"]
     # Files of one name in two folders are both taken, in an order of their own.
     write(tmp_path, {"x/part.txt": b"one", "y/part.txt": b"two", "z/part.txt": b"one"})
-    found = [read(files(tmp_path / one, tmp_path / other), tmp_path / "scratch") for one, other in ("xy", "yz")]
+    found = [read(files(tmp_path / a, tmp_path / b), tmp_path / "scratch") for a, b in ("xy", "yz")]
     assert found[0] == found[1]
     assert sorted(found[0]) == ["one", "two"]
-    whole, before = files(*of_each(second, ".txt", ".gz", ".parquet")), identity(here)
-    assert before == identity(whole) != identity(files(*here.paths, max_bytes=10))
+    equal, before = files(*of_each(second, ".txt", ".gz", ".parquet")), identity(corpus)
+    assert before == identity(equal) != identity(files(*corpus.paths, max_bytes=10))
     put(second, {"a/one.txt": b"twp"})
     (first / "a/one.txt").rename(first / "a/other.txt")
-    assert len({before, identity(whole), identity(here)}) == 3
+    assert len({before, identity(equal), identity(corpus)}) == 3
 
 
 def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_an_address_selects_a_file_a_folder_or_what_matches(root: str, tmp_path:
             list_files(files(f"{root}/{missing}"))
 
 
-def test_what_a_writer_keeps_beside_the_data_is_no_data_until_it_is_named(root: str, tmp_path: Path) -> None:
+def test_files_of_a_writer_are_skipped_unless_named(root: str, tmp_path: Path) -> None:
     """As Spark, Databricks and Delta Lake leave a folder; but `__init__.py` is text."""
     beside = ["_SUCCESS", "_common_metadata", "_metadata", ".part-0.parquet.crc", "_delta_log/0.crc", "_temporary/0/a"]
     data = {"day=1/part-0.parquet": as_parquet(["one"]), "code/__init__.py": b"two"}
@@ -207,9 +207,7 @@ def test_what_a_writer_keeps_beside_the_data_is_no_data_until_it_is_named(root: 
 
 
 @pytest.mark.parametrize("name", ["deep//a.txt", "/a.txt", "./a.txt", "deep/./a.txt", "deep/../a.txt", "deep/a\nb.txt"])
-def test_an_object_of_a_bucket_that_cannot_be_read_is_refused_by_its_name(
-    bucket: BucketStorage, tmp_path: Path, name: str
-) -> None:
+def test_odd_object_of_a_bucket_is_refused_by_its_name(bucket: BucketStorage, tmp_path: Path, name: str) -> None:
     put(bucket.address("texts"), {"deep/b.txt": b"one"})
     put_objects(bucket, f"texts/{name}", "texts/deep/")
     for pattern in ("", "/**/*.txt"):
@@ -218,15 +216,15 @@ def test_an_object_of_a_bucket_that_cannot_be_read_is_refused_by_its_name(
     assert read(files(f"{bucket.address('texts')}/*/b.txt"), tmp_path) == ["one"]
 
 
-def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> None:
+def test_name_that_is_not_utf_8_is_shown_escaped(tmp_path: Path) -> None:
     latin = os.fsdecode(b"caf\xe9")
     folder = write(tmp_path / latin, {f"{latin}{end}": form(["one", "two"]) for end, form in FORMATS.items()})
     corpus = files(*of_each(tmp_path), separator=SEPARATOR)
     with cut_into(1):
         assert len(plan_shards(corpus, list_files(corpus))) > 3
     assert read(corpus, tmp_path / "scratch") == ["one", "two"] * 3
-    told: Any = kind_of(corpus).identity(list_files(corpus))
-    assert told["files"][0][0] == r"caf\xe9/caf\xe9.jsonl"
+    content: Any = kind_of(corpus).identity(list_files(corpus))
+    assert content["files"][0][0] == r"caf\xe9/caf\xe9.jsonl"
     with pytest.raises(UserError, match=r"several formats: 1 jsonl \(caf\\xe9/caf\\xe9\.jsonl\)"):
         list_files(files(folder.parent))
     write(folder, {f"{latin}.txt": b"\xe9"})
@@ -234,14 +232,15 @@ def test_a_name_that_is_no_utf_8_is_read_and_shown_escaped(tmp_path: Path) -> No
         read(files(*of_each(tmp_path, ".txt")), tmp_path / "scratch")
 
 
-def test_a_linked_folder_is_read_once_however_many_links_lead_there_and_links_that_lead_back_or_nowhere_are_named(
+def test_linked_folder_is_read_once_and_dead_links_are_named(
     tmp_path: Path,
 ) -> None:
-    folder, there = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
+    """Links that lead back or nowhere are named too."""
+    folder, outside = tmp_path / "corpus", write(tmp_path / "there", {"c.txt": b"three"})
     deep = write(folder, {"a.txt": b"one", "deep/b.txt": b"two"}) / "deep"
-    for link, target in {"deep/up": folder, "deep/self": deep, "also": deep, "z": there, "home": tmp_path}.items():
+    for link, target in {"deep/up": folder, "deep/self": deep, "also": deep, "z": outside, "home": tmp_path}.items():
         (folder / link).symlink_to(target)
-    (there / "back").symlink_to(folder)
+    (outside / "back").symlink_to(folder)
     (folder / "b.txt").symlink_to(folder / "b.txt")
     for path in (folder, f"{folder}/**/*.txt"):
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
@@ -251,18 +250,18 @@ def test_a_linked_folder_is_read_once_however_many_links_lead_there_and_links_th
         assert sorted(left_out) == [f"{folder}/b.txt leads nowhere", *above]
 
 
-def test_formats_beside_each_other_are_refused_until_a_pattern_says_which(root: str, tmp_path: Path, hub: Hub) -> None:
+def test_mixed_formats_are_refused_until_a_pattern_selects_one(root: str, tmp_path: Path, hub: Hub) -> None:
     cards = {"README.md": b"# A card", "LICENSE": b"Take it.", "dataset_infos.json": b'{"default": {}}'}
-    there = {"data/a.parquet": as_parquet(["one"]), "data/b.parquet": as_parquet(["two"]), ".gitattributes": b"* lfs"}
-    put(f"{root}/cloned", cards | there)
+    data = {"data/a.parquet": as_parquet(["one"]), "data/b.parquet": as_parquet(["two"]), ".gitattributes": b"* lfs"}
+    put(f"{root}/cloned", cards | data)
     found = r"1 jsonl \(dataset_infos\.json\), 2 parquet \(data/a\.parquet, data/b\.parquet\), 2 text \(LICENSE, README"
     for path in (f"{root}/cloned", f"{root}/cloned/**"):
         with pytest.raises(UserError, match=rf"cloned.* several formats: {found}\.md\); name those to read"):
             list_files(files(path))
     with pytest.raises(UserError, match=r"several formats: 1 jsonl \(extra/notes\.jsonl\), 2 parquet .*, 1 text"):
         list_files(repository(files="**/*"))
-    for one, other in (("data", "*.md"), ("data/*", "README.md"), ("**/*.parquet", "*.md")):
-        corpus = files(f"{root}/cloned/{one}", f"{root}/cloned/{other}")
+    for pattern, cards_pattern in (("data", "*.md"), ("data/*", "README.md"), ("**/*.parquet", "*.md")):
+        corpus = files(f"{root}/cloned/{pattern}", f"{root}/cloned/{cards_pattern}")
         assert read(corpus, tmp_path / "scratch") == ["# A card", "one", "two"]
 
 
@@ -277,7 +276,8 @@ def test_a_file_that_changes_after_it_was_listed_is_refused(root: str, tmp_path:
         next(found)
 
 
-def test_a_sample_of_the_standard_library_is_of_all_of_it_and_of_no_installed_package(tmp_path: Path) -> None:
+def test_stdlib_sample_covers_all_packages(tmp_path: Path) -> None:
+    """Installed packages are not part of it."""
     sample = StdlibCorpus(kind="stdlib", max_bytes=1_000_000)
     listed = list_files(sample)
     names = [source.name for source in listed]
@@ -314,9 +314,8 @@ def repository(name: str = "someone/corpus", **fields: object) -> HubCorpus:
     return HubCorpus.model_validate({"kind": "hub", "name": name, **fields})
 
 
-def test_a_file_is_fetched_when_it_is_reached_and_once_for_all_threads_until_it_is_forgotten(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_remote_file_is_fetched_once_when_it_is_reached(hub: Hub, tmp_path: Path) -> None:
+    """All threads share one download until it is forgotten."""
     found = documents(DataConfig(corpus=repository()), list_files(repository()), tmp_path)
     assert next(found) == "one"
     assert hub.starts == []
@@ -332,7 +331,7 @@ def test_a_file_is_fetched_when_it_is_reached_and_once_for_all_threads_until_it_
     assert read(repository(), tmp_path) == TEXTS
 
 
-def test_a_branch_and_its_commit_are_the_same_corpus_until_a_file_of_it_changes(hub: Hub, tmp_path: Path) -> None:
+def test_branch_and_its_commit_are_the_same_corpus(hub: Hub, tmp_path: Path) -> None:
     stored = hub.repositories["someone/corpus"]
     assert read(repository(files="**/*.jsonl"), tmp_path) == ["note"]
     before = identity(repository())
@@ -345,7 +344,7 @@ def test_a_branch_and_its_commit_are_the_same_corpus_until_a_file_of_it_changes(
     assert read(OpenWebTextCorpus(kind="openwebtext", revision="main"), tmp_path) == ["web"]
 
 
-def test_a_download_that_breaks_off_goes_on_and_what_is_damaged_is_refused_once(hub: Hub, tmp_path: Path) -> None:
+def test_broken_download_continues_and_a_damaged_one_is_refused(hub: Hub, tmp_path: Path) -> None:
     hub.cuts = 1000
     with pytest.raises(NetworkError, match=r"b-large\.parquet could not be fetched .*http://127\.0\.0\.1"):
         read(repository(), tmp_path)
@@ -362,15 +361,15 @@ def test_a_download_that_breaks_off_goes_on_and_what_is_damaged_is_refused_once(
     assert read(repository(), tmp_path) == TEXTS
 
 
-def test_what_the_hub_refuses_is_explained(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for corpus, words in (
+def test_hub_refusals_are_explained(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for corpus, message in (
         (repository("someone/missing"), "refused someone/missing at main.* or it is private.*HF_TOKEN"),
         (repository(revision="v9"), "someone/corpus at v9.* it has no such branch, tag or commit"),
         (repository(files="*.parquet"), r"matches no file of the dataset someone/corpus; it has README\.md, data/a-s"),
         (repository("someone/gated"), "someone/gated at .* it is gated: accept its conditions"),
         (repository("a/mirror", files="../../*.jsonl"), r"lists '\.\./\.\./evil\.jsonl', which leads out of"),
     ):
-        with pytest.raises(UserError, match=words):
+        with pytest.raises(UserError, match=message):
             read(corpus, tmp_path)
     for hub.failing, error in ((503, NetworkError), (429, NetworkError), (401, UserError)):
         with pytest.raises(error, match=f"someone/corpus at main: .*{hub.failing}"):

@@ -36,7 +36,7 @@ def skipping(
     data = DataConfig(corpus=corpus, on_bad_document="skip", max_document_bytes=most)
     for shard in plan_shards(corpus, list_files(corpus), target):
         for batch in read_shard(data, shard, folder):
-            bad += [(len(texts) + one.index, one) for one in batch.bad]
+            bad += [(len(texts) + document.index, document) for document in batch.bad]
             texts += batch.texts.to_pylist()
     return texts, bad
 
@@ -48,7 +48,7 @@ LINES = [
 
 
 @pytest.mark.parametrize("target", [None, 1])
-def test_bad_documents_are_skipped_and_named_by_their_byte_line_or_row(tmp_path: Path, target: int | None) -> None:
+def test_bad_documents_are_skipped_and_named_by_position(tmp_path: Path, target: int | None) -> None:
     pieces = ["é".encode(), b"ab\xffcd", b"good", b"", b"\xc3", b"end"]
     lines = as_jsonl(["one"]) + b'\n{"body": "x"}\n' + as_jsonl(["three"])
     # A column that says it is text, whatever the bytes.
@@ -57,7 +57,7 @@ def test_bad_documents_are_skipped_and_named_by_their_byte_line_or_row(tmp_path:
     write(tmp_path, {"a.txt": texts_file, "b.txt.gz": gzip.compress(b"\xe9"), "c.jsonl": lines, "d.parquet": rows})
     texts, bad = skipping(tmp_path, target)
     assert texts == ["é", "", "good", "", "", "end", "", "one", "", "three", "one", "", "", "four"]
-    assert [(number, one.place) for number, one in bad] == [
+    assert [(number, document.place) for number, document in bad] == [
         (1, "a.txt, byte 9"),
         (4, "a.txt, byte 31"),
         (6, "b.txt.gz, byte 0"),
@@ -115,7 +115,7 @@ NOISE = as_jsonl([random.Random(0).randbytes(200_000).hex()])
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "words"),
+    ("name", "data", "message"),
     [
         ("f.parquet", PARQUET[:-20], ", footer: no readable parquet, damaged or cut off"),
         ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: no readable"),
@@ -127,16 +127,14 @@ NOISE = as_jsonl([random.Random(0).randbytes(200_000).hex()])
     ],
     ids=range(7),
 )
-def test_a_damaged_file_is_no_bad_document(tmp_path: Path, name: str, data: bytes, words: str) -> None:
+def test_a_damaged_file_is_no_bad_document(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     write(tmp_path / "corpus", {name: data})
     for reading in (lambda: skipping(tmp_path / "corpus"), lambda: read(files(tmp_path / "corpus"), tmp_path)):
-        with pytest.raises(DataError, match=re.escape(name + words)):
+        with pytest.raises(DataError, match=re.escape(name + message)):
             reading()
 
 
-def test_a_parquet_file_that_cannot_be_read_as_asked_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_parquet_file_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus = files(write(tmp_path / "corpus", {"a.parquet": as_parquet(TEXTS)}))
     with pytest.raises(UserError, match="has no column 'body'; it has 'id', 'text'"):
         read(corpus.model_copy(update={"column": "body"}), tmp_path)
@@ -160,7 +158,7 @@ def little_memory() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("compression", [".gz", ".zst", ".bz2", ".xz"])
-def test_ten_bytes_of_a_small_file_that_holds_much_more_cost_a_few(tmp_path: Path, compression: str) -> None:
+def test_start_of_a_compressed_bomb_costs_little_memory(tmp_path: Path, compression: str) -> None:
     name = f"bomb.txt{compression}"
     (tmp_path / name).write_bytes(COMPRESS[compression](b"\0" * 200_000_000))
     [source] = list_files(files(tmp_path))
@@ -206,9 +204,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None
         next(found)
 
 
-def test_a_compressed_parquet_file_that_is_a_bomb_does_not_fill_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_bomb_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("litgpt_demo.data.reading.SLACK", 1_000_000)
     bomb, scratch = tmp_path / "a.parquet.zst", tmp_path / "scratch"
     bomb.write_bytes(COMPRESS[".zst"](b"\0" * 100_000_000))
@@ -234,7 +230,7 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
         list(read_shard(data, shard, tmp_path / "scratch"))
     [batch] = read_shard(data.model_copy(update={"on_bad_document": "skip"}), shard, tmp_path / "scratch")
     assert batch.texts.to_pylist() == ["one", "", "three"]
-    assert [(one.index, one.reason) for one in batch.bad] == [(1, "has more than 1,000,000 bytes")]
+    assert [(document.index, document.reason) for document in batch.bad] == [(1, "has more than 1,000,000 bytes")]
 
 
 @settings(max_examples=200)
@@ -246,21 +242,22 @@ def test_a_document_that_is_too_long_is_named_or_left_out(tmp_path: Path, name: 
 @example(text="aaaaaaa", separator="aa", target=1, chunk=5, most=1 << 30, mark=b"")
 @example(text="ababababaabab", separator="aba", target=2, chunk=5, most=1 << 30, mark=b"")
 @example(text="\n\n\n\n\na\n\n\n", separator="\n\n", target=3, chunk=5, most=1 << 30, mark=b"")
-def test_text_in_shards_and_chunks_is_cut_where_the_separators_are_and_only_long_ones_are_left_out(
+def test_text_is_cut_at_separators_in_shards_and_chunks(
     text: str, separator: str, target: int | None, chunk: int, most: int, mark: bytes
 ) -> None:
+    """Only documents that are too long are left out."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("litgpt_demo.data.reading.CHUNK", chunk)
         write(Path(folder), {"a.txt": mark + text.encode()})
         found, bad = skipping(Path(folder), target, separator=separator, most=most)
     expected, byte, long = text.split(separator), len(mark), []
-    for number, one in enumerate(expected):
-        if len(one.encode()) > most:
+    for number, document in enumerate(expected):
+        if len(document.encode()) > most:
             long.append((number, f"a.txt, byte {byte}"))
             expected[number] = ""
-        byte += len((one + separator).encode())
+        byte += len((document + separator).encode())
     assert found == expected
-    assert [(number, one.place) for number, one in bad] == long
+    assert [(number, document.place) for number, document in bad] == long
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
