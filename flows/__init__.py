@@ -1,1 +1,1 @@
-"""The order of the steps, and the command line."""
+"""The order of the stages, as Prefect's flows."""

@@ -1,4 +1,4 @@
-"""The scores of any run's model, also of one that was trained without asking for them."""
+"""The scores of any run's model, also of a run whose config has no `evaluation`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tasks import evaluation as step
 
 @flow(name="evaluate", persist_result=False)
 async def evaluate(run: str, evaluation: EvaluationConfig, root: str = "output") -> FinalManifest:
-    """Score the collected model of a run, or find it scored.
+    """Score the collected model of a run, unless it is scored already.
 
     Args:
         run: The run's name, as `gpt-0123456789`, or the address of its folder.
         evaluation: The tasks.
-        root: The root that a run's name is looked for under.
+        root: The root of a run that is given by its name.
     """
     begin((Step.EVALUATION,))
     place = open_storage(run) if "/" in run else open_storage(root).within(f"runs/{run}")

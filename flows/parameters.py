@@ -1,4 +1,4 @@
-"""What all flows share: their parameters, a guard that keeps a resumed one from running forever or twice, and a hook.
+"""The parameters of all flows, the guard that keeps a resumed flow run from running forever or twice, and the hook.
 
 A flow's parameters are the fields of its config: Prefect's form has their names, types, defaults and help texts.
 """
@@ -62,14 +62,14 @@ KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | t
 DATASET_FIELDS = ("root", "data", "workers")
 """The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
 
-# Automation `resume-crashed` brings a crashed orchestrator back; one that crashes this often has another problem.
+# Automation `resume-crashed` restarts a crashed orchestrator; one that crashes this often has another problem.
 MAX_RESUMES = 20
 
 _BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # Settings does it for its own fields
 
 
 def _writable(depth: int = 4) -> dict[str, Any]:
-    """Return the JSON schema of a value whose integers Prefect's server can write, so that it refuses others itself."""
+    """Return the JSON schema of a value with integers that Prefect's server can write, so that it refuses others."""
     bounds = {"if": {"type": "integer"}, "then": {"minimum": INTEGERS[0], "maximum": INTEGERS[-1]}}
     parts = {"items": _writable(depth - 1), "patternProperties": {"": _writable(depth - 1)}} if depth else {}
     return {**bounds, **parts}
@@ -87,23 +87,28 @@ _OVERRIDES = FieldInfo(
 def with_config_parameters(
     kind: type[AnyConfig], only: Sequence[str] = ()
 ) -> Callable[[Callable[[AnyConfig], Coroutine[Any, Any, T]]], Callable[..., Coroutine[Any, Any, T]]]:
-    """Give a flow the fields of `kind` as parameters, all of them or some, and `overrides`; it gets the config of them.
+    """Give a flow the fields of `kind` as parameters, all or `only` some, and `overrides`. The flow gets their config.
 
-    Prefect makes its form, and its check of what is given, from a function's signature and from the `Args:` of its
-    docstring, so that these are what is set.
+    Prefect makes its form and its validation from a function's signature and from the `Args:` of its docstring.
     """
 
     def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         @wraps(flow)
-        async def begun(**given: Any) -> T:
-            all_steps = TRAINING_STEPS + ((Step.EVALUATION,) if given.get("evaluation") else ())
-            begin(SCRIPT_STEPS if not issubclass(kind, RunConfig) else (Step.DATASET,) if only else all_steps)
-            return await flow(config_from(kind, given))
+        async def begun(**values: Any) -> T:
+            steps: tuple[Step, ...] = TRAINING_STEPS
+            if not issubclass(kind, RunConfig):
+                steps = SCRIPT_STEPS
+            elif only:
+                steps = (Step.DATASET,)
+            elif values.get("evaluation"):
+                steps += (Step.EVALUATION,)
+            begin(steps)
+            return await flow(config_from(kind, values))
 
         parameters, lines, kinds = [], [], inspect.Parameter
         fields = {"overrides": _OVERRIDES} | {name: kind.model_fields[name] for name in only or kind.model_fields}
         for name, field in fields.items():
-            # The type with all that the field says of it, such as a pattern or a union's discriminator.
+            # The type with all metadata of the field, such as a pattern or a union's discriminator.
             annotation: Any = Annotated[field.annotation, field, _BOUNDED]
             branches = get_args(field.annotation) or (field.annotation,)
             if all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches):
@@ -127,11 +132,11 @@ def deployed() -> bool:
 
 def begin(steps: tuple[Step, ...]) -> None:
     """Begin a flow of these steps: check that it is the only orchestrator of its flow run, and not one of too many."""
-    # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed run, which is then
-    # resumed once more while its engine is well.
+    # A worker reports a killed engine twice, seconds apart. The second report can hit the resumed flow run, which is
+    # then resumed once more although its engine is alive.
     if deployed() and not acquire_process_lock(this_flow_run.id):
-        get_run_logger().info("another process orchestrates this flow run already; this one stands down")
-        raise Abort  # on which Prefect ends this process and leaves the run's state alone
+        get_run_logger().info("another process already orchestrates this flow run; this process ends")
+        raise Abort  # Prefect then ends this process, and does not change the flow run's state
     # Prefect's own count of starts also grows whenever a state gets a name (tasks.report.show_state).
     count = this_flow_run.run_count or 0
     if count > MAX_RESUMES:
@@ -139,14 +144,14 @@ def begin(steps: tuple[Step, ...]) -> None:
             count = sum(state.is_pending() for state in client.read_flow_run_states(UUID(this_flow_run.id)))
     if count > MAX_RESUMES:
         raise ConfigProblem(
-            f"this flow run has been started {count} times, its orchestrator keeps crashing; read its logs, then "
-            "start a new one: a training that is under way is adopted"
+            f"this flow run has been started {count} times, and its orchestrator keeps crashing",
+            fix="read its logs, then start a new flow run, which reattaches to a running job",
         )
     report(FlowRunStarted(id=str(this_flow_run.id), steps=steps))
 
 
 async def name_flow_run(name: str) -> None:
-    """Give this flow run a name, unless somebody has: those of Prefect's server are two words that coolname knows."""
+    """Name this flow run, unless a person has named it: a name of Prefect's server is two words of coolname."""
     known = {word for words in cast(Any, coolname.data.config).values() for word in words.get("words", ())}
     if {*this_flow_run.name.split("-")} <= known:
         async with get_client() as client:
@@ -154,7 +159,7 @@ async def name_flow_run(name: str) -> None:
 
 
 def acquire_process_lock(flow_run: str) -> bool:
-    """Take a flow run for this process and until its end, unless another process of this machine has it."""
+    """Lock a flow run until this process ends; return False if another process of this machine holds its lock."""
     lock = os.open(make_temporary("flow-runs") / f"{flow_run}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,28 +170,29 @@ def acquire_process_lock(flow_run: str) -> bool:
 
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
-    """Cancel every live job that a cancelled flow run started or took up, and prove that nothing of them is left.
+    """Cancel every live job that a cancelled flow run started or reattached to, and prove that nothing of them remains.
 
-    Prefect calls this with these very keyword names, in a new process that shares nothing with the flow: the jobs
-    are found by the flow run's id, in the index of the root that its parameters name. A later attempt at the same run
-    that is another flow run's is left alone.
+    Prefect calls this with exactly these keyword names, in a new process that shares nothing with the flow. The jobs
+    are found by the flow run's id, in the index of the root that its parameters name. A later attempt of another flow
+    run is not cancelled.
     """
     logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
-    index, beside = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
-    mine: list[Attempts] = []
-    unread: list[TrainLitgptError] = []
+    index, opener = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
+    own: list[Attempts] = []
+    unreadable: list[TrainLitgptError] = []
     for run, attempt in index.attempts_of_flow_run(str(flow_run.id)).items():
-        attempts = Attempts(index=index, run=run, open_platform=beside)
+        attempts = Attempts(index=index, run=run, open_platform=opener)
         try:
             if attempts.records()[-1].attempt == attempt:
-                mine.append(attempts)
+                own.append(attempts)
         except TrainLitgptError as error:
-            unread.append(error)
-    cancelled, problems = cancel_all(mine, log=logger.warning)
-    if problems := problems + unread:  # all others are cancelled by now
+            unreadable.append(error)
+    cancelled, problems = cancel_all(own, log=logger.warning)
+    problems = problems + unreadable
+    if problems:  # all others are cancelled by now
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
     for run in cancelled:
-        logger.info("cancelled %s; nothing of it is left", run)
+        logger.info("cancelled %s; nothing of it remains", run)
     if not cancelled:
         logger.info("there was no live job to cancel")
 
@@ -198,11 +204,11 @@ def root_of(parameters: Mapping[str, Any]) -> str:
 
 
 def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
-    """Return the `platform` section that a flow run with these parameters was started with, None without a good one."""
+    """Return the `platform` section that a flow run with these parameters was started with; None if it is invalid."""
     overrides = parameters.get("overrides") or {}
-    about = {name: value for name, value in overrides.items() if name.partition(".")[0] == "platform"}
+    changes = {name: value for name, value in overrides.items() if name.partition(".")[0] == "platform"}
     try:
-        document = overridden({"platform": parameters.get("platform") or {}}, about)
+        document = overridden({"platform": parameters.get("platform") or {}}, changes)
         return TypeAdapter[PlatformConfig](PlatformConfig).validate_python(document["platform"])
     except (ConfigProblem, ValidationError):
         return None
@@ -212,8 +218,8 @@ def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConf
     """Return the config that a flow's parameters make, `overrides` applied."""
     sections = {name: value for name, value in parameters.items() if isinstance(value, Settings)}
     warn_partial_sections(sections)
-    whole = {name: section.model_dump(mode="json") for name, section in sections.items()}
-    document = {name: value for name, value in {**parameters, **whole}.items() if name != "overrides"}
+    document = {name: value for name, value in parameters.items() if name != "overrides"}
+    document |= {name: section.model_dump(mode="json") for name, section in sections.items()}
     return validated(kind, overridden(document, parameters.get("overrides") or {}), where="the parameters")
 
 
@@ -227,20 +233,21 @@ def _explained(value: Any, validate: ValidatorFunctionWrapHandler, info: Validat
 
 
 def warn_partial_sections(sections: Mapping[str, Settings]) -> None:
-    """Warn of sections that were given to a deployment's flow run in part: the rest of them are defaults."""
+    """Warn of sections that a deployment's flow run got only in part: the rest of them are defaults."""
     for name, section in sections.items():
-        given, there = section.model_fields_set, section.model_dump(by_alias=False).keys()
-        if deployed() and given and given < there:  # a deployment's own sections are whole, or not given at all
-            what = f"{name} was given with {', '.join(sorted(given))} alone: its other settings are defaults"
+        fields = section.model_fields_set
+        is_partial = bool(fields) and fields < section.model_dump(by_alias=False).keys()
+        if deployed() and is_partial:  # a deployment's own sections are complete, or not set at all
+            what = f"{name} was set with only {', '.join(sorted(fields))}: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))
             emit(Note(what=f"{what}. {advice}", severity="warning"))
 
 
-def _advice(section: str, given: Mapping[str, Any]) -> str:
-    name = next((name for name in given if name != "kind"), "setting")
-    single = json.dumps({f"{section}.{name}": given.get(name)})
+def _advice(section: str, values: Mapping[str, Any]) -> str:
+    name = next((name for name in values if name != "kind"), "setting")
+    single = json.dumps({f"{section}.{name}": values.get(name)})
     return (
-        "A section that is given replaces the deployment's whole section; a single setting is changed by "
+        "A section replaces the deployment's whole section. Change a single setting by "
         f"-p 'overrides={single}', or by `train-litgpt submit`"
     )
 
@@ -248,41 +255,39 @@ def _advice(section: str, given: Mapping[str, Any]) -> str:
 def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> tuple[str, str, str | None]:
-    """Create a flow run of a deployment, whose name is enough where it is that of no other flow's.
+    """Create a flow run of a deployment, whose name is enough unless another flow has a deployment of that name.
 
-    A `profile`'s sections take the place of the deployment's own. Returns the flow run's id, for its name changes when
-    it begins, the deployment's name in full, and its page.
+    A `profile`'s sections replace the deployment's own. Returns the flow run's id, because its name changes when it
+    begins, the deployment's full name, and the flow run's page.
     """
-    there = list_deployments(name.rpartition("/")[2])
-    found = [full for full, one in there.items() if name in (full, one.name)]
-    if not found:
+    deployments = list_deployments(name.rpartition("/")[2])
+    matches = [full for full, deployment in deployments.items() if name in (full, deployment.name)]
+    if not matches:
         raise ConfigProblem(f"there is no deployment {name}; there are {', '.join(sorted(list_deployments()))}")
-    if len(found) > 1:
-        raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(found))}")
-    full, deployment = found[0], there[found[0]]
+    if len(matches) > 1:
+        raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(matches))}")
+    full, deployment = matches[0], deployments[matches[0]]
     parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
     return _created(full, deployment, parameters)
 
 
 def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]:
-    """Create a flow run of a config: that of a deployment of its flow, all of whose parameters are the config's.
+    """Create a flow run of a deployment of the config's flow, with the config's settings as its parameters.
 
-    A deployment then says only which work pool it runs in: taken is the one of the config's name, else one whose
-    platform is of the config's kind, else any. Returns what `submit_deployment` does.
+    The deployment then decides only the work pool. It is the deployment of the config's name, else one with the
+    config's kind of platform, else any. Returns the same as `submit_deployment`.
     """
     flow = next(flow for flow, kind in KINDS.items() if type(settings) is kind)
-    document, there = settings.model_dump(mode="json"), list_deployments()
-    found = [full for full in there if full.startswith(f"{flow}/")]
-    if not found:
+    document, deployments = settings.model_dump(mode="json"), list_deployments()
+    candidates = sorted(full for full in deployments if full.startswith(f"{flow}/"))
+    if not candidates:
         fix = "deploy them with `train-litgpt deploy`"
         raise ConfigProblem(f"Prefect's server has no deployment of {flow}", fix=fix)
-
-    def distance(full: str) -> tuple[bool, bool, str]:
-        platform = there[full].parameters.get("platform") or {}
-        return full != f"{flow}/{name}", platform.get("kind") != document["platform"]["kind"], full
-
-    full = min(found, key=distance)
-    return _created(full, there[full], parameters_with(flow, document, {}) | {"overrides": {}})
+    kinds = {full: (deployments[full].parameters.get("platform") or {}).get("kind") for full in candidates}
+    full = next((full for full in candidates if kinds[full] == document["platform"]["kind"]), candidates[0])
+    if f"{flow}/{name}" in candidates:
+        full = f"{flow}/{name}"
+    return _created(full, deployments[full], parameters_with(flow, document, {}) | {"overrides": {}})
 
 
 def _created(full: str, deployment: DeploymentResponse, parameters: dict[str, Any]) -> tuple[str, str, str | None]:
@@ -292,38 +297,42 @@ def _created(full: str, deployment: DeploymentResponse, parameters: dict[str, An
 
 
 def list_deployments(name: str | None = None) -> dict[str, DeploymentResponse]:
-    """Return the server's deployments, of this name or all, by FLOW/DEPLOYMENT."""
+    """Return the server's deployments, all or only those of a name, by FLOW/DEPLOYMENT."""
     require_server()
     only = None if name is None else DeploymentFilter(name=DeploymentFilterName(any_=[name]))
     with get_client(sync_client=True) as client:
-        found: list[DeploymentResponse] = []
-        while page := client.read_deployments(deployment_filter=only, limit=200, offset=len(found)):
-            found += page  # the server gives no more than 200 at once
-        flows = {flow: client.read_flow(flow).name for flow in {one.flow_id for one in found}}
-    return {f"{flows[one.flow_id]}/{one.name}": one for one in found}
+        deployments: list[DeploymentResponse] = []
+        while True:
+            page = client.read_deployments(deployment_filter=only, limit=200, offset=len(deployments))
+            if not page:
+                break
+            deployments += page  # the server returns at most 200 at once
+        flows = {flow: client.read_flow(flow).name for flow in {deployment.flow_id for deployment in deployments}}
+    return {f"{flows[deployment.flow_id]}/{deployment.name}": deployment for deployment in deployments}
 
 
 def parameters_with(
     flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A deployment's parameters with a profile's sections and dotted overrides applied, whole and in JSON's types.
+    """Return a deployment's complete parameters, in JSON's types, with a profile's sections and dotted overrides.
 
-    Prefect merges top-level names only, and would take a lone `train: {max_steps: …}` for the whole section.
+    Prefect merges only top-level names, and would replace the whole section by `train: {max_steps: …}`.
     """
     kind = KINDS.get(flow)
     if kind is None:
-        raise ConfigProblem(f"{flow} has no config that could be changed; those that have one are {', '.join(KINDS)}")
-    given = {name: value for name, value in parameters.items() if name != "overrides"}
-    stored = overridden(given, parameters.get("overrides") or {})
+        raise ConfigProblem(f"{flow} has no config to change; the flows with a config are {', '.join(KINDS)}")
+    stored = {name: value for name, value in parameters.items() if name != "overrides"}
+    stored = overridden(stored, parameters.get("overrides") or {})
     document = overridden({**stored, **(profile or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.mount).is_absolute():
         raise ConfigProblem(
-            f"code.mount={settings.code.mount} would be a folder below the one that the worker runs in; a deployment "
-            "takes an absolute path, of a folder that its worker has"
+            f"code.mount={settings.code.mount} would be a folder below the worker's current folder",
+            fix="give a deployment an absolute path, of a folder that its worker has",
         )
-    whole: dict[str, Any] = settings.model_dump(mode="json")
+    complete: dict[str, Any] = settings.model_dump(mode="json")
     if flow == "prepare-dataset":
-        whole = {name: whole[name] for name in DATASET_FIELDS}
-    # The deployment's own overrides are in by now; left there, they would win over yours.
-    return {**whole, "overrides": {}} if parameters.get("overrides") else whole
+        complete = {name: complete[name] for name in DATASET_FIELDS}
+    if parameters.get("overrides"):  # they are applied by now, and would win over yours
+        complete["overrides"] = {}
+    return complete

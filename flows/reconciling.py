@@ -36,9 +36,9 @@ from launcher.runs.lease import LEASE_TIMEOUT, Lease
 from launcher.runs.listing import RunRow
 from litgpt_demo.errors import TrainLitgptError, is_marked_no_retry
 
-# The greatest age of a flow run that is looked at. Jobs run for weeks; older ones are for the platform's owner.
+# The greatest age of a flow run that is checked. Jobs run for weeks; older ones are up to the platform's owner.
 _LOOK_BACK = timedelta(days=14)
-_PAGE = 200  # flow runs; Prefect's server gives no more at once
+_PAGE = 200  # flow runs; Prefect's server returns no more at once
 
 ORPHANED = "Its orchestrator is dead: it holds the run's lease and gives no sign of life"
 """The message of a crash that `crash_orphans` finds; automation `resume-killed` matches its beginning."""
@@ -55,40 +55,41 @@ class Reaped:
 
     def __str__(self) -> str:
         if self.problem:
-            return f"{self.name} is cancelled, and whether a job of it runs cannot be known: {self.problem}"
-        return f"{self.name} was cancelled and its job went on; cancelled now: {', '.join(self.cancelled)}"
+            return f"{self.name} is cancelled, but a job of it may still be running: {self.problem}"
+        return f"{self.name} was cancelled, but its job was still running; cancelled now: {', '.join(self.cancelled)}"
 
 
 async def reap_jobs() -> list[Reaped]:
-    """Cancel every job whose flow runs Prefect calls cancelled; return those flow runs of which there was one.
+    """Cancel every live job whose flow runs are cancelled in Prefect; return the flow runs of these jobs.
 
-    A problem with one flow run does not keep the others from being looked at.
+    A problem with one flow run does not prevent the check of the others.
     """
-    found = []
+    reaped = []
     async with get_client() as client:
         for flow_run in await _lately(client, StateType.CANCELLED):
             try:
                 jobs = await _cancel_orphaned_jobs(client, flow_run.parameters, str(flow_run.id))
             except TrainLitgptError as error:
-                found.append(Reaped(name=flow_run.name, problem=error))
+                reaped.append(Reaped(name=flow_run.name, problem=error))
             else:
-                found += [Reaped(name=flow_run.name, cancelled=tuple(jobs))] if jobs else []
-    return found
+                if jobs:
+                    reaped.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
+    return reaped
 
 
-# An automation starts this where a flow run was cancelled.
+# An automation starts this flow after the cancellation of a flow run.
 @flow(name="reap", persist_result=False, retries=15, retry_delay_seconds=60)
 async def reap() -> list[str]:
-    """Cancel every job that goes on though its flow run is cancelled; returns what was found, in words."""
-    found = await reap_jobs()
-    for reaped in found:
+    """Cancel every job that still runs although its flow run is cancelled; returns a line for each."""
+    flow_runs = await reap_jobs()
+    unreachable = []
+    for reaped in flow_runs:
         get_run_logger().warning(str(reaped))
-    silent = [
-        one for one in found if isinstance(one.problem, PlatformUnreachable) and not is_marked_no_retry(one.problem)
-    ]
-    if silent:  # a platform may answer a minute later, and nobody else may look
-        raise PlatformUnreachable("; ".join(map(str, silent)))
-    return [str(reaped) for reaped in found]
+        if isinstance(reaped.problem, PlatformUnreachable) and not is_marked_no_retry(reaped.problem):
+            unreachable.append(str(reaped))
+    if unreachable:  # a platform may answer a minute later, and nothing else may check these jobs
+        raise PlatformUnreachable("; ".join(unreachable))
+    return [str(reaped) for reaped in flow_runs]
 
 
 async def all_flow_runs(client: PrefectClient, **wanted: Any) -> list[Any]:
@@ -113,15 +114,17 @@ async def _lately(client: PrefectClient, state: StateType) -> list[Any]:
 
 async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     cancelled: list[JobId] = []
-    index, beside = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
-    if not (mine := await asyncio.to_thread(index.attempts_of_flow_run, flow_run)):
+    index, opener = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
+    own = await asyncio.to_thread(index.attempts_of_flow_run, flow_run)
+    if not own:
         return cancelled
-    followers = await asyncio.to_thread(index.flow_runs_of_attempts)
-    for run, attempt in mine.items():
-        attempts = Attempts(index=index, run=run, open_platform=beside)
+    flow_runs = await asyncio.to_thread(index.flow_runs_of_attempts)
+    for run, attempt in own.items():
+        attempts = Attempts(index=index, run=run, open_platform=opener)
         live = await asyncio.to_thread(attempts.live)
-        others = followers[run, attempt]
-        if live is not None and live.number == attempt and is_abandoned(others, await _states(client, others)):
+        orchestrators = flow_runs[run, attempt]
+        states = await _states(client, orchestrators)
+        if live is not None and live.number == attempt and is_abandoned(orchestrators, states):
             cancelled += await asyncio.to_thread(attempts.cancel)
     return cancelled
 
@@ -129,7 +132,7 @@ async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, 
 def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
     """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it.
 
-    One of which the server knows no state, such as that of a command line with a server of its own, may be at work.
+    A flow run without a state on the server may do so, for example one of a command with a server of its own.
     """
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
     return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)
@@ -138,26 +141,27 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
 async def crash_orphans(
     client: PrefectClient, *, wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(2 * LEASE_TIMEOUT)
 ) -> list[str]:
-    """Set flow runs to crashed that are running to Prefect, and whose orchestrator is dead; return their names.
+    """Set flow runs to crashed that Prefect calls running although their orchestrator is dead; return their names.
 
-    Dead is who holds the lease of a run and gives no sign of life meanwhile. Who holds none yet is left to heartbeats.
+    An orchestrator is dead if it holds the lease of a run without a heartbeat meanwhile. Prefect's own heartbeats
+    decide about an orchestrator without a lease.
     """
     running = {str(flow_run.id): flow_run for flow_run in await _lately(client, StateType.RUNNING)}
-    before = await asyncio.to_thread(lambda: {number: _beats(number, one) for number, one in running.items()})
+    before = await asyncio.to_thread(lambda: {number: _beats(number, flow_run) for number, flow_run in running.items()})
     if not any(before.values()):
         return []
     await wait()
     dead = []
     for number, flow_run in running.items():
-        silent = before[number] and before[number] == await asyncio.to_thread(_beats, number, flow_run)
-        if silent and (await client.read_flow_run(flow_run.id)).state_type is StateType.RUNNING:
+        is_silent = before[number] and before[number] == await asyncio.to_thread(_beats, number, flow_run)
+        if is_silent and (await client.read_flow_run(flow_run.id)).state_type is StateType.RUNNING:
             await client.set_flow_run_state(flow_run.id, Crashed(message=ORPHANED))
             dead.append(flow_run.name)
     return dead
 
 
 def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
-    """The last sign of life of each lease that a flow run holds; none where its root cannot be read from here."""
+    """Return the last heartbeat of each lease that a flow run holds; none if its root cannot be read from here."""
     with suppress(TrainLitgptError, KeyError):
         index = Index.of(root_of(flow_run.parameters))
         held = {run: Lease(index, run).beat_of(number) for run in index.attempts_of_flow_run(number)}
@@ -166,24 +170,25 @@ def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
 
 
 def flag_state_conflicts(rows: Sequence[RunRow]) -> list[RunRow]:
-    """Return the rows with a note where a job lives though Prefect calls its flow run cancelled, if it answers."""
-    asked = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
+    """Return the rows, with a note if a job is live although Prefect's server, if it answers, has it cancelled."""
+    flow_runs = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
 
-    async def states_here() -> dict[str, str]:
+    async def read_states() -> dict[str, str]:
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
-            return await _states(client, asked)
+            return await _states(client, flow_runs)
 
     use_served()
     try:
-        states = asyncio.run(states_here())
+        states = asyncio.run(read_states())
     except httpx.HTTPError:
         return list(rows)
-    return [
-        replace(row, note=f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {row.run}")
-        if row.live and not row.note and is_abandoned(row.flow_runs, states)
-        else row
-        for row in rows
-    ]
+    flagged = []
+    for row in rows:
+        if row.live and not row.note and is_abandoned(row.flow_runs, states):
+            note = f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {row.run}"
+            row = replace(row, note=note)
+        flagged.append(row)
+    return flagged
 
 
 async def _states(client: PrefectClient, flow_runs: Sequence[str]) -> dict[str, str]:

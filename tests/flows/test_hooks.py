@@ -112,5 +112,5 @@ def test_a_flow_run_that_keeps_crashing_is_refused_and_names_of_its_states_are_n
         return flow_run
 
     started(MAX_RESUMES)
-    with pytest.raises(ConfigProblem, match=f"started {MAX_RESUMES + 1} times, its orchestrator keeps crashing"):
+    with pytest.raises(ConfigProblem, match=f"started {MAX_RESUMES + 1} times, and its orchestrator keeps crashing"):
         started(MAX_RESUMES + 1)

@@ -45,7 +45,9 @@ def test_a_flows_form_has_the_names_types_defaults_and_help_of_its_config(one: F
     form = one.parameters.properties
     assert [*form] == ["overrides", *fields]
     for position, name in enumerate(fields, start=1):
-        assert form[name] == {**config["properties"][name], "title": name, "position": position}
+        expected = {**config["properties"][name], "title": name, "position": position}
+        expected["description"] = " ".join(expected["description"].split())
+        assert form[name] == expected
     assert one.parameters.required == config.get("required", [])
     for name, section in one.parameters.definitions.items():
         assert section == config["$defs"][name]

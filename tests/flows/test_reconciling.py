@@ -82,7 +82,7 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
     [row] = flag_state_conflicts(run_rows(Index.of(tiny().root)))
     assert row.state == "running"
-    assert row.note == f"it goes on, though Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}"
+    assert row.note == f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}"
     assert [found.cancelled for found in reaped(tmp_path)] == [(claim.make_job(1).directory,)]
     assert claim.attempts.live() is None
     assert reaped(tmp_path) == []
@@ -103,7 +103,7 @@ def test_the_automations_flow_asks_a_platform_again_that_is_away_just_then(
 
     monkeypatch.setattr(platform, "status", away)
     told = asyncio.run(reap.with_options(retry_delay_seconds=0.01)())
-    assert any("was cancelled and its job went on; cancelled now: strict/" in line for line in told)
+    assert any("was cancelled, but its job was still running; cancelled now: strict/" in line for line in told)
     assert claim.attempts.live() is None
 
 
