@@ -107,7 +107,7 @@ class PlatformSettings(Settings):
     def region(self) -> str | None:
         """Return the Google Cloud region of the nodes, None if it is not known."""
         location: str | None = getattr(self, "location", None)  # on GKE it may be a zone
-        return location and re.sub("-[a-z]$", "", location)
+        return re.sub("-[a-z]$", "", location) if location else None
 
     @property
     def machine_type(self) -> Machine | None:

@@ -72,7 +72,7 @@ def _lines(stream: Iterator[bytes] | Stream, cursor: LogCursor, pod: str) -> Ite
             number += 1
             continue
         skip = 0
-        second = moment and moment[: len("2026-01-01T00:00:00")] + "Z"
+        second = f"{moment[: len('2026-01-01T00:00:00')]}Z" if moment else ""
         cursor = cursor._replace(last=max(cursor.last, moment))
         if second == cursor.since:
             cursor = cursor._replace(seen=cursor.seen + 1)

@@ -75,7 +75,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
     template, environment = _pod(job, settings, network, workload)
     labels, queue = job.all_labels, settings.queue
     # https://github.com/kubernetes-sigs/kueue/blob/ff69552e79/site/content/en/docs/tasks/run
-    kueue = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/priority-class": queue and settings.priority}
+    kueue = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/priority-class": settings.priority} if queue else {}
     metadata = {"name": name, "namespace": settings.namespace, "labels": {**labels, **drop_empty(**kueue)}}
     plain = {**metadata, "labels": labels}
     items: list[dict[str, Any]] = []
@@ -233,22 +233,25 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
     # With the group, the trainer can write to volumes and to a claim's files. Such a pod has no user if the daemons of
     # its network run as their images say.
-    group = {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
-    user = {"runAsNonRoot": True, "runAsUser": settings.uid, "runAsGroup": settings.uid} if unprivileged else {}
+    security: dict[str, Any] = {}
+    if unprivileged:
+        security = {"runAsNonRoot": True, "runAsUser": settings.uid, "runAsGroup": settings.uid}
+    if unprivileged or settings.claim:
+        security |= {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
     claims = [{"name": claim, "resourceClaimTemplateName": f"{job.attempt_name}-{claim}"} for claim in network.claims]
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
         **drop_empty(serviceAccountName=settings.service_account),  # Workload Identity needs its name, not its token
         "automountServiceAccountToken": False,
-        **drop_empty(securityContext=(user or settings.claim) and {**user, **group}),
+        **drop_empty(securityContext=security),
         # A pod is created without a missing secret too: the pull is then tried without it.
         **drop_empty(imagePullSecrets=[{"name": name} for name in settings.image_pull_secrets]),
         "enableServiceLinks": False,  # a variable for every Service of the namespace, otherwise
         # Cluster names resolve on the host's network only by this policy.
         **({"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"} if settings.host_network else {}),
         **_placement(job, settings, network),
-        **drop_empty(priorityClassName=not settings.queue and settings.priority),
+        **drop_empty(priorityClassName=None if settings.queue else settings.priority),
         **drop_empty(initContainers=list(map(dict, network.init_containers))),
         "containers": [container],
         "volumes": volumes,
@@ -321,33 +324,36 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     selector = dict(settings.node_selector)
     if machine is not None:
         selector |= {"cloud.google.com/gke-accelerator": machine.gpu, **machine.labels}
-    bought = {
-        "gke-nodepool": settings.node_pool,
-        "gke-spot": settings.spot and "true",
-        "reservation-name": settings.reservation,
-        "gke-flex-start": settings.flex_start and not settings.queue and "true",
-        "gke-ephemeral-storage-local-ssd": settings.local_ssd and "true",
-    }
-    selector |= {f"cloud.google.com/{label}": value for label, value in drop_empty(**bought).items()}
-    tainted = {
-        "kubernetes.io/arch": machine is not None and machine.arch == "arm64" and "arm64",
-        "cloud.google.com/gke-spot": settings.spot and "true",
+    taints = {"user-workload": "true"}
+    if machine is not None and machine.arch == "arm64":
+        taints["kubernetes.io/arch"] = "arm64"
+    if settings.node_pool is not None:
+        selector["cloud.google.com/gke-nodepool"] = settings.node_pool
+    if settings.spot:
+        selector["cloud.google.com/gke-spot"] = taints["cloud.google.com/gke-spot"] = "true"
+    if settings.reservation is not None:
+        selector["cloud.google.com/reservation-name"] = settings.reservation
+    if settings.flex_start is not None:
         # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml
-        "cloud.google.com/gke-queued": settings.flex_start and "true",
-    }
+        taints["cloud.google.com/gke-queued"] = "true"
+        if settings.queue is None:
+            selector["cloud.google.com/gke-flex-start"] = "true"
+    if settings.local_ssd:
+        selector["cloud.google.com/gke-ephemeral-storage-local-ssd"] = "true"
     # The taints that Google's own launchers tolerate (https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e/src/helm-charts/
     # a3ultra/jobset, https://github.com/AI-Hypercomputer/xpk/blob/367c8382/src/xpk/core/workload_decorators).
     always = ("nvidia.com/gpu", "cloud.google.com/impending-node-termination")
     tolerations = [{"key": key, "operator": "Exists"} for key in always]
-    for key, value in drop_empty(**{"user-workload": "true", **tainted}).items():
+    for key, value in taints.items():
         tolerations.append({"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"})
-    exclude = [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]
-    rule = {"key": _HOSTNAME, "operator": "NotIn", "values": exclude}
-    term = {"labelSelector": {"matchLabels": dict(network.anti_affinity)}, "topologyKey": _HOSTNAME}
-    affinity = drop_empty(
-        nodeAffinity=exclude and {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}},
-        podAntiAffinity=network.anti_affinity and {_REQUIRED: [term]},
-    )
+    affinity: dict[str, Any] = {}
+    excluded = [*dict.fromkeys((*settings.exclude_nodes, *job.exclude_nodes))]
+    if excluded:
+        rule = {"key": _HOSTNAME, "operator": "NotIn", "values": excluded}
+        affinity["nodeAffinity"] = {_REQUIRED: {"nodeSelectorTerms": [{"matchExpressions": [rule]}]}}
+    if network.anti_affinity:
+        term = {"labelSelector": {"matchLabels": dict(network.anti_affinity)}, "topologyKey": _HOSTNAME}
+        affinity["podAntiAffinity"] = {_REQUIRED: [term]}
     return drop_empty(nodeSelector=selector, affinity=affinity, tolerations=tolerations)
 
 
@@ -382,7 +388,7 @@ def _volumes(
             "fileCacheCapacity": "-1",
             "fileCacheForRangeRead": "true",
             # Pods on the host's network have no own identity without it. It needs driver 1.17.2.
-            **drop_empty(hostNetworkPodKSA=settings.host_network and "true"),
+            **({"hostNetworkPodKSA": "true"} if settings.host_network else {}),
         }
         csi = {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True, "volumeAttributes": attributes}
         volumes.append({"name": f"bucket-{number}", "csi": csi})
