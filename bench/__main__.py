@@ -1,7 +1,7 @@
-"""The measurements, each beside what it is compared with: `make bench-dataset`, and so on for every module here.
+"""The benchmarks, each with its baseline: `make bench-dataset`, and so on for every module of this package.
 
-A module's `measure(rounds)` returns its bars and what was seen. A bar is a name with a figure, and `at least` or
-`at most` what was asked of it (DESIGN section 6), if anything was.
+A module's `measure(rounds)` returns its bars and its raw figures. A bar is a name with a figure and, if it has a target
+(DESIGN section 6), `at least` or `at most` with the target.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS = {"dataset": 5, "training": 5, "checkpoint": 7, "pipeline": 3, "verdict"
 
 
 def main() -> int:
-    """Print the bars, and write them with what was seen to bench/results/<name>-<machine>.json; 1 if one is missed."""
+    """Print the bars, and write all figures to bench/results/<name>-<machine>.json; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=ROUNDS)
     parser.add_argument("--rounds", type=int, help="how often every side is measured")
@@ -26,12 +26,12 @@ def main() -> int:
     args = parser.parse_args()
     bars, seen = import_module(f"bench.{args.name}").measure(1 if args.quick else args.rounds or ROUNDS[args.name])
     missed = []
-    for bar, (figure, *asked) in bars.items():
-        words, most = asked or ("reported", None)
-        if (words == "at least" and figure < most) or (words == "at most" and figure > most):
+    for bar, (figure, *target) in bars.items():
+        relation, limit = target or ("reported", None)
+        if (relation == "at least" and figure < limit) or (relation == "at most" and figure > limit):
             missed.append(bar)
         shown = f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
-        print(f"{bar}: {shown} asked {' '.join(map(str, asked)) or words} {'MISSED' if bar in missed else 'ok'}")
+        print(f"{bar}: {shown} target {' '.join(map(str, target)) or relation} {'MISSED' if bar in missed else 'ok'}")
     machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores-{seen.get('device', '')}"
     machine = machine.lower().replace(" ", "-").strip("-")
     target = Path("bench/results") / f"{args.name}-{machine}.json"

@@ -1,8 +1,8 @@
 """The measurement of saves: how long a training waits, and how fast checkpoints are written and read.
 
 One process trains pythia-31m on made-up ids; its weights and AdamW's state are 366 MB. Each round saves all by
-torch.save, as `litgpt pretrain` does; by us, with the training waiting for it; by us beside the steps of the training;
-and reads that into the model, verified. The disk is flushed between them.
+torch.save, as `litgpt pretrain` does; by our Saver, with the training waiting for it; by our Saver in parallel with the
+steps; and loads that into the model, verified. The disk is flushed between them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision=
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
-        run, whole = open_storage(f"{folder}/run"), f"{folder}/whole"
+        run, full_state = open_storage(f"{folder}/run"), f"{folder}/full-state"
         dataset = random_dataset(Path(folder, "dataset"), tokens=2**19)
         spec = TrainingSpec(
             run="run", dataset=str(dataset), dataset_key="random", model=MODEL, train=TRAIN, steps=100_000, world_size=1
         )
         training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch_of(run, 0))
         model, optimizer = training.model.module, training.optimizer.optimizer
-        told: list[SaveResult] = []
-        beside, alone = Saver(training, on_result=told.append), Saver(training, on_result=lambda saved: None)
+        results: list[SaveResult] = []
+        beside, alone = Saver(training, on_result=results.append), Saver(training, on_result=lambda saved: None)
         seen, steps = defaultdict[str, list[float]](list), 0
 
         def step() -> None:
@@ -63,20 +63,20 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
             alone.finish()
 
         def save_beside() -> None:
-            saves = len(told)
+            saves = len(results)
             beside.save(steps, None)
-            while len(told) == saves:
+            while len(results) == saves:
                 step()
 
         for _ in range(rounds + 1):
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}
-            take("torch.save", lambda state=state: torch.save(state, whole))  # as fabric.save does in one process
+            take("torch.save", lambda state=state: torch.save(state, full_state))  # as fabric.save does in one process
             take("waiting", save_and_wait)
             take("beside", save_beside)
             take("load", lambda: resume(training, on_warning=print))
         size = checkpoints.list_complete(training.run)[0].size
     # The first round is the one in which the memory for the copy is to be had.
-    first, *stalls = (saved.stall for saved in told)
+    first, *stalls = (saved.stall for saved in results)
     seen = {name: seconds[1:] for name, seconds in seen.items()}
     bars: dict[str, Any] = {
         f"stall of a step / {what}": (median(map(truediv, stalls, seen[name])), "at most", 0.02)

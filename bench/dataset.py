@@ -96,9 +96,9 @@ def litgpts(files: Sequence[str], tokenizer: str, folder: str) -> Taken:
     # litdata sends the function to its workers; a file that they read is what LitGPT's own dataset is.
     table, texts = Path(folder, "texts.json"), pq.read_table(files)["text"].to_pylist()
     table.write_text(json.dumps(texts))
-    given = {"inputs": list(range(len(texts))), "output_dir": f"{folder}/litdata", "chunk_bytes": "200MB"}
+    options = {"inputs": list(range(len(texts))), "output_dir": f"{folder}/litdata", "chunk_bytes": "200MB"}
     workers = max(1, min(64, (os.cpu_count() or 2) - 1))
-    return taken(lambda: optimize(fn=partial(tokens, table, tokenizer), num_workers=workers, **given))
+    return taken(lambda: optimize(fn=partial(tokens, table, tokenizer), num_workers=workers, **options))
 
 
 def tokens(table: Path, tokenizer: str, index: int) -> Any:
@@ -150,17 +150,17 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
         for number in range(rounds):
             bucket = f"gs://bench/{number}"
-            with tempfile.TemporaryDirectory(dir=name) as whole, tempfile.TemporaryDirectory(dir=name) as part:
+            with tempfile.TemporaryDirectory(dir=name) as root, tempfile.TemporaryDirectory(dir=name) as part:
                 see("gigatoken alone", gigatoken_alone, files, "")
-                see("ours", ours, files, whole)
+                see("ours", ours, files, root)
                 see("ours, a quarter", ours, files[: FILES // 4], part)
                 see("bucket", ours, files, bucket)
-                see("upload", uploaded, [str(path) for path in Path(whole).glob("datasets/*/*.bin")], bucket)
+                see("upload", uploaded, [str(path) for path in Path(root).glob("datasets/*/*.bin")], bucket)
                 open_storage(bucket).remove("datasets")  # the emulator keeps everything in memory
                 see("litgpt, a quarter", litgpts, files[: FILES // 4], part)
 
     def ratio(above: str, below: str) -> float:
-        return median(one["seconds"] / other["seconds"] for one, other in zip(seen[above], seen[below], strict=True))
+        return median(high["seconds"] / low["seconds"] for high, low in zip(seen[above], seen[below], strict=True))
 
     # The emulator works on the cores that prepare the dataset; a bucket's own work would be elsewhere.
     into, raw = ratio("ours", "bucket"), ratio("ours", "upload")
@@ -169,7 +169,7 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
         "preparation / LitGPT's own": (ratio("litgpt, a quarter", "ours, a quarter"), "at least", 40.0),
         f"into a bucket / into a folder (the emulator alone: {raw:.2f})": (into, "at least", min(0.8, raw)),
         "time per byte, whole / quarter": (ratio("ours", "ours, a quarter") * quarter / size, "at most", 1.1),
-        "peak memory above the interpreter, GB": (max(one["bytes"] for one in seen["ours"]) / 1e9, "at most", 1.5),
+        "peak memory above the interpreter, GB": (max(taken["bytes"] for taken in seen["ours"]) / 1e9, "at most", 1.5),
     }
-    bars["ours, MB/s"] = (size / median(one["seconds"] for one in seen["ours"]) / 1e6,)
+    bars["ours, MB/s"] = (size / median(taken["seconds"] for taken in seen["ours"]) / 1e6,)
     return bars, {"megabytes": size / 1e6, "seen": seen}

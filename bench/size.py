@@ -51,7 +51,7 @@ def main() -> None:
     once = [name for name in functions if name.startswith("_") and not name.endswith("__") and uses[name] == 1]
     rendering = files_of(lambda: previews(read_config(CHECKOUT / "deployments/configs/gke-tcpx.yaml", [])))
     naming = ["learning_rate" in ast.unparse(tree[0]) for tree in source().values()]
-    rows = [(f"lines of {name}", lines(name), asked) for name, asked in zip(ALLOWED, ASKED, strict=True)]
+    rows = [(f"lines of {name}", lines(name), target) for name, target in zip(ALLOWED, ASKED, strict=True)]
     rows += [
         ("lines of cli, deployments, flows, tasks", sum(map(lines, ("cli", "deployments", "flows", "tasks"))), 2_750),
         ("source files", len(source()), 200),
@@ -61,8 +61,8 @@ def main() -> None:
         ("source files of which code runs from parquet to a batch", files_of(a_document), 12),
     ]
     print("| what | now | asked |\n|---|---|---|")
-    for what, now, asked in rows:
-        print(f"| {what} | {now:,} | {asked:,} |")
+    for what, now, target in rows:
+        print(f"| {what} | {now:,} | {target:,} |")
 
 
 if __name__ == "__main__":

@@ -60,10 +60,10 @@ def watched(*command: str) -> dict[str, Any] | None:
 def train(folder: Path, side: str, model: str, length: int, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Train by the `side` on the folder's dataset, in a new run's folder as the launcher leaves it."""
     steps = WARM_UP + STEPS + 3  # the last ones are followed by an evaluation and a checkpoint
-    given = {"max_steps": steps, "warmup_steps": 2, "evaluation_windows": 4, "checkpoint_every": steps} | settings
+    settings = {"max_steps": steps, "warmup_steps": 2, "evaluation_windows": 4, "checkpoint_every": steps} | settings
     spec = TrainingSpec(
         run="bench", dataset=str(folder / "dataset"), dataset_key="random", steps=steps, world_size=1,
-        model=ModelConfig(name=model, sequence_length=length), train=TrainConfig.model_validate(given),
+        model=ModelConfig(name=model, sequence_length=length), train=TrainConfig.model_validate(settings),
     )  # fmt: skip
     run = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
     (run / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
@@ -106,7 +106,8 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
             name, (model, length, precision, sizes) = f"{side}, {case}", cases[case]
             for size in [batches[name]] if seen[name] else sizes:  # the largest that fits
                 batch = {"micro_batch": size, "global_batch": size, "precision": precision}
-                if result := train(folder, side, model, length, {**batch, **sides[side]}):
+                result = train(folder, side, model, length, {**batch, **sides[side]})
+                if result is not None:
                     seen[name].append(result)
                     batches[name] = size
                     print(f"{name}: {result['step'] * 1e3:.0f} ms a step", flush=True)
@@ -115,18 +116,18 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
                 raise SystemExit(f"{name} failed; its last lines are above")
 
     def ratio(above: str, below: str, what: str) -> float:
-        return median(one[what] / other[what] for one, other in zip(seen[above], seen[below], strict=True))
+        return median(high[what] / low[what] for high, low in zip(seen[above], seen[below], strict=True))
 
     for case in cases:  # DESIGN section 6
         us, them, eighth = (f"{side}, {case}" for side in GPU_SIDES)
-        asked = () if case == "32-true" else ("at least", 1.2 if gpu else 2.0)
-        bars[f"tokens/s / litgpt pretrain, {case}"] = ratio(them, us, "step") * batches[us] / batches[them], *asked
+        target = () if case == "32-true" else ("at least", 1.2 if gpu else 2.0)
+        bars[f"tokens/s / litgpt pretrain, {case}"] = ratio(them, us, "step") * batches[us] / batches[them], *target
         if not gpu:
             bars[f"start to first step / litgpt pretrain, {case}"] = ratio(us, them, "first"), "at most", 0.3
             continue
-        bars[f"tokens/s, {case}"] = (median(batches[us] * 2048 / one["step"] for one in seen[us]),)
-        bars[f"MFU, {case}"] = (median(one["mfu"] or 0.0 for one in seen[us]),)  # 0 where no peak is known
+        bars[f"tokens/s, {case}"] = (median(batches[us] * 2048 / result["step"] for result in seen[us]),)
+        bars[f"MFU, {case}"] = (median(result["mfu"] or 0.0 for result in seen[us]),)  # 0 where no peak is known
         if seen[eighth]:
             bars[f"float8 / bf16, {case}"] = (ratio(us, eighth, "step") * batches[eighth] / batches[us],)
-    told = {"torch": torch.__version__, "multiplies_in": torch.backends.cpu.get_cpu_capability(), "seen": seen}
-    return bars, {"device": torch.cuda.get_device_name() if gpu else "", "micro_batches": batches, **told}
+    software = {"torch": torch.__version__, "multiplies_in": torch.backends.cpu.get_cpu_capability(), "seen": seen}
+    return bars, {"device": torch.cuda.get_device_name() if gpu else "", "micro_batches": batches, **software}

@@ -39,46 +39,46 @@ def first_rank(case: Case) -> Answer:
     if not named:
         return NOBODY
     _, node, rank, code = min(named)
-    words = [found[2] for _, text in case.logs if (found := _EXCEPTION.search(text)) and int(found[1]) == rank]
-    failure = RankFailure(local_rank=0, exit_code=code, message=words[-1] if words else "", time=0.0)
+    messages = [found[2] for _, text in case.logs if (found := _EXCEPTION.search(text)) and int(found[1]) == rank]
+    failure = RankFailure(local_rank=0, exit_code=code, message=messages[-1] if messages else "", time=0.0)
     return Answer(fault=failure.fault, node=node, rank=rank)
 
 
 def last_traceback(case: Case) -> Answer:
     """The rank whose traceback is the last in the logs as they came; its class as its last line says."""
-    found = [(node, words) for node, text in case.logs if (words := _EXCEPTION.search(text))]
+    found = [(node, match) for node, text in case.logs if (match := _EXCEPTION.search(text))]
     if not found:
         return NOBODY
-    node, words = found[-1]
-    return Answer(fault=fault_of_exception(words[2]), node=node, rank=int(words[1]))
+    node, match = found[-1]
+    return Answer(fault=fault_of_exception(match[2]), node=node, rank=int(match[1]))
 
 
 JUDGES = {"verdict": judged, "the first rank that torchrun names": first_rank, "the last traceback": last_traceback}
 
 
-def score(judge: Callable[[Case], Answer], those: Sequence[Case]) -> tuple[float, float, list[str]]:
+def score(judge: Callable[[Case], Answer], scored: Sequence[Case]) -> tuple[float, float, list[str]]:
     """Return the shares of right classes and right culprits, and a line for each case that is not right in both."""
     classes, culprits, wrong = 0, 0, []
-    for case in those:
+    for case in scored:
         answer = judge(case)
         same_class, same_culprit = answer.fault is case.fault, (answer.node, answer.rank) in case.culprits
         classes, culprits = classes + same_class, culprits + same_culprit
         if not same_class or not same_culprit:
             right_one = " or ".join(f"node {node}, rank {rank}" for node, rank in case.culprits)
-            said = f"{answer.fault} of node {answer.node}, rank {answer.rank}"
-            wrong.append(f"{case.name}: {said}; it was {case.fault} of {right_one}")
-    return classes / len(those), culprits / len(those), wrong
+            verdict = f"{answer.fault} of node {answer.node}, rank {answer.rank}"
+            wrong.append(f"{case.name}: {verdict}; it was {case.fault} of {right_one}")
+    return classes / len(scored), culprits / len(scored), wrong
 
 
 def measure(_: int) -> tuple[dict[str, Any], dict[str, Any]]:
     every, bars = list(cases()), {}
     seen: dict[str, Any] = {name: {} for name in JUDGES}
-    for part, those in {"all": every, "held out": [case for case in every if case.held_out]}.items():
+    for part, scored in {"all": every, "held out": [case for case in every if case.held_out]}.items():
         for name, judge in JUDGES.items():
-            classes, culprits, wrong = score(judge, those)
+            classes, culprits, wrong = score(judge, scored)
             seen[name][part] = {"class": classes, "culprit": culprits, "wrong": wrong}
             print(f"{name}, {part}: class {classes:.3g}, culprit {culprits:.3g}")
         for what in ("class", "culprit"):
-            bars[f"verdict's {what}, {part}, {len(those)} failures"] = seen["verdict"][part][what], "at least", ASKED
+            bars[f"verdict's {what}, {part}, {len(scored)} failures"] = seen["verdict"][part][what], "at least", ASKED
     print("\n".join(f"  wrong: {line}" for line in seen["verdict"]["all"]["wrong"]) or "  none is wrong")
     return bars, seen

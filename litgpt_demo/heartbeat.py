@@ -1,8 +1,8 @@
-"""Signs of life: a rank says after every step that it lives, and its node finds the one that has fallen silent.
+"""Heartbeats: a rank writes one after every step, and its node detects a rank that has fallen silent.
 
-Any script under `python -m litgpt_demo node` may do so (docs/failures.md); one that never does is never found silent.
-A sign of life is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all
-its threads, even if it hangs in native code, for the answer comes from a signal handler and not from Python.
+Any script under `python -m litgpt_demo node` can write them (docs/failures.md); one that never does is not watched.
+A heartbeat is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all its
+threads, even if it hangs in native code: the answer comes from a signal handler and not from Python.
 """
 
 from __future__ import annotations
@@ -31,51 +31,52 @@ NODE_DIRECTORY = "LITGPT_NODE_DIRECTORY"
 """The environment variable of every process below a node with the node's own folder."""
 
 BEATS = "heartbeats"
-_LENGTH = 1024  # bytes: each sign of life is written over the last one, in one write and blanks to this length
+_LENGTH = 1024  # bytes: each heartbeat replaces the last one, in one write and blanks to this length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """A sign of life."""
+    """One heartbeat of a rank."""
 
     rank: int
     """The rank within the whole job."""
     local_rank: int
     pid: int
     started: float
-    """When that process began (`started`)."""
+    """The beginning of that process (`started`)."""
     step: int
     doing: str
     time: float
     """Seconds since the epoch, for people."""
     ticks: float
-    """Seconds on the machine's monotonic clock, which nobody sets: by it silence is measured."""
+    """Seconds on the machine's monotonic clock, which cannot be set: silence is measured by it."""
     max_silence: float
-    """Seconds of silence that mean nothing yet."""
+    """Seconds of silence after which the rank counts as hung."""
     sends: float = 0.0
-    """Bytes that its node must send to the others in a step, as its program says; 0 where that is not known."""
+    """Bytes that its node must send to the others in a step; 0 if that is not known."""
     stacks: str
-    """The file that SIGUSR1 has the stacks written to."""
+    """The file to which the stacks are written after SIGUSR1."""
 
 
 class Heartbeat:
-    """A rank's side; without a node above it, it does nothing."""
+    """Writes the heartbeats of a rank; without a node above it, it does nothing."""
 
     def __init__(self, *, max_silence: float, environ: Mapping[str, str] | None = None) -> None:
-        """Silence of `max_silence` seconds means nothing yet, where a heartbeat says nothing else."""
+        """A rank counts as hung after `max_silence` seconds, unless a heartbeat has another limit."""
         environ = os.environ if environ is None else environ
         self._max_silence = max_silence
         self._stacks: IO[str] | None = None
         self._step = 0
         self.sends = 0.0
         """See Beat; the program sets it once it is known."""
-        if (node := environ.get(NODE_DIRECTORY)) is None:
+        node = environ.get(NODE_DIRECTORY)
+        if node is None:
             return
         rank, local_rank = int(environ.get("RANK", "0")), int(environ.get("LOCAL_RANK", "0"))
         self._path = Path(node) / BEATS / f"{local_rank}.json"
         errors = environ.get("TORCHELASTIC_ERROR_FILE")
         stacks = (Path(errors).parent if errors else self._path.parent) / f"stacks-of-rank-{rank}.txt"
-        # What each sign of life has of the fields of Beat, whatever is done.
+        # Fields common to all heartbeats.
         self._own: dict[str, Any] = {"rank": rank, "local_rank": local_rank, "stacks": str(stacks)}
         self._own |= {"pid": os.getpid(), "started": started(os.getpid())}
         with translate_os_errors(str(self._path), needed=_LENGTH):
@@ -85,28 +86,28 @@ class Heartbeat:
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     def beat(self, step: int, doing: str, *, max_silence: float | None = None) -> None:
-        """Say that this rank lives, has done `step` steps, and what it does next."""
+        """Write a heartbeat: this rank has done `step` steps, and what it does next."""
         if self._stacks is None:
             return
         self._step = step
-        told = self._own | {
+        fields = self._own | {
             "step": step,
             "doing": doing,
             "sends": self.sends,
             "time": time.time(),
             "ticks": time.monotonic(),
+            "max_silence": self._max_silence if max_silence is None else max_silence,
         }
-        told["max_silence"] = self._max_silence if max_silence is None else max_silence
         with translate_os_errors(str(self._path), needed=_LENGTH):  # the first time; then it writes over what it has
-            os.pwrite(self._file, json.dumps(told).ljust(_LENGTH).encode(), 0)
+            os.pwrite(self._file, json.dumps(fields).ljust(_LENGTH).encode(), 0)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Silence means nothing from here on. A rank whose GPU stopped leaves its last sign of life, for its step.
+        """Stop the heartbeats. A rank whose GPU failed leaves its last one, which has its step.
 
-        Any other rank removes it: where a disk is full, the rank's error file needs its place.
+        Any other rank removes it: on a full disk, the rank's error file needs its place.
         """
         if self._stacks is None:
             return
@@ -115,26 +116,26 @@ class Heartbeat:
         else:
             self._path.unlink(missing_ok=True)
         os.close(self._file)
-        # What it did before it does again. A node that asked a moment ago is about to kill this process all the same.
+        # SIGUSR1 ends the process again. A node that has just sent one is about to kill this process all the same.
         faulthandler.unregister(signal.SIGUSR1)
         self._stacks.close()
         self._stacks = None
 
 
 def read_beats(node: Path, *, living: bool = True) -> list[Beat]:
-    """The last sign of life of every rank of the node that lives and gives any; or of those that failed too."""
-    found = []
+    """Return the last heartbeat of every rank of the node that is alive; without `living`, of failed ones too."""
+    beats = []
     for path in sorted((node / BEATS).glob("*.json")):
-        # A file that was just made is empty, and a rank that ends removes its own; another look will do.
+        # A file that was just made is empty, and a rank that ends removes its own; the next read sees the change.
         with suppress(FileNotFoundError, DataError):
-            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next sign of life fixes it")
+            beat = parse_json(path.read_bytes(), Beat, where=str(path), fix="the rank's next heartbeat fixes it")
             if not living or status_of(beat) not in {"gone", psutil.STATUS_ZOMBIE}:
-                found.append(beat)
-    return found
+                beats.append(beat)
+    return beats
 
 
 def status_of(beat: Beat) -> str:
-    """The kernel's word for what the rank's process does: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
+    """Return the kernel's state of the rank's process: `running`, `sleeping`, `stopped`, `disk-sleep`; or `gone`."""
     with suppress(psutil.NoSuchProcess, ProcessLookupError):
         status = psutil.Process(beat.pid).status()
         if started(beat.pid) == beat.started:
@@ -143,24 +144,23 @@ def status_of(beat: Beat) -> str:
 
 
 def is_stopped(beat: Beat) -> bool:
-    """Whether the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
+    """Return True if the rank's process is stopped, or in a read or write that does not end: it waits for no peer."""
     return status_of(beat) in {psutil.STATUS_STOPPED, psutil.STATUS_DISK_SLEEP}
 
 
 class Watcher:
-    """The node's look at silence, which counts anew when the node has stood still itself."""
+    """Detects overdue heartbeats; it restarts its timer after the node itself was suspended."""
 
     def __init__(self) -> None:
         self._since = 0.0
 
     def overdue(self, beats: Iterable[Beat], *, paused: float, now: float) -> list[Beat]:
-        """Those that have been silent for longer than they may; a pause of a second began at `paused` and is just over.
+        """Return the ranks that are silent for too long; a pause of a second began at `paused` and is just over.
 
-        First the likeliest to hold up the others: a process that does not even wait for them, then the one that came
-        least far, then the longest silent.
+        The likeliest cause is first: a stopped process, then the one with the fewest steps, then the longest silent.
         """
-        # What takes longer than 5 s has held up the watcher, and its ranks with it: a container that was paused, a
-        # machine that was moved or had no time for them.
+        # If the pause took more than 5 s, the watcher and its ranks were suspended: a paused container, a migrated or
+        # overloaded machine.
         if now - paused > 5.0:
             self._since = now
         silent = [beat for beat in beats if now - max(beat.ticks, self._since) > beat.max_silence]
@@ -168,22 +168,23 @@ class Watcher:
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, within: float = timeouts.STACKS) -> None:
-    """Let these ranks write their stacks within so many seconds; in the file of one that does not, stands why."""
-    asked = {beat: status_of(beat) for beat in beats}
-    for beat in asked:
+    """Let these ranks write their stacks within so many seconds; the file of one that does not gets the reason."""
+    states = {beat: status_of(beat) for beat in beats}
+    for beat in states:
         for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process answers when it goes on
             with suppress(ProcessLookupError):
                 if started(beat.pid) == beat.started:
                     os.kill(beat.pid, number)
-    deadline, seen = time.monotonic() + within, dict.fromkeys(asked, -1)
+    deadline, seen = time.monotonic() + within, dict.fromkeys(states, -1)
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        sizes = {beat: Path(beat.stacks).stat().st_size for beat in asked}
+        sizes = {beat: Path(beat.stacks).stat().st_size for beat in states}
         if sizes == seen and all(sizes.values()):
             break
         seen = sizes
-    for beat, status in asked.items():
-        if not (stacks := Path(beat.stacks)).stat().st_size:
+    for beat, status in states.items():
+        stacks = Path(beat.stacks)
+        if not stacks.stat().st_size:
             stacks.write_text(f"rank {beat.rank} (process {beat.pid}, {status}) did not answer SIGUSR1\n")
 
 
@@ -196,19 +197,19 @@ _WAITS = re.compile(
 
 
 def waits_for_peers(beat: Beat) -> bool:
-    """Whether the stacks that a rank has written show that its main thread waits for the other ranks."""
+    """Return True if the stacks that a rank has written show that its main thread waits for the other ranks."""
     path = Path(beat.stacks)
-    # The main thread answers the signal, so that its stack is the one called so, the newest frame first.
+    # The main thread handles the signal, so its stack is the "current" one, with the newest frame first.
     text = path.read_text(errors="replace") if path.is_file() else ""
     _, current, rest = text.rpartition("Current thread 0x")
     return bool(current) and _WAITS.search(re.split(r"(?m)^Thread 0x", rest)[0]) is not None
 
 
 def started(pid: int) -> float:
-    """Return when a process began, by a clock that nobody sets: a pid alone may be another's by the time it is used.
+    """Return the start of a process by a clock that cannot be set: a pid alone may belong to another process later.
 
-    On Linux the unit is the kernel's tick after the start of the machine, because the time of day that is made of it
-    moves when the machine's clock is set.
+    On Linux the unit is the kernel's tick since boot, because the time of day derived from it moves when the machine's
+    clock is set.
     """
     try:
         if sys.platform == "linux":

@@ -1,6 +1,6 @@
 """Companions of a model: MODEL_CARD.md for people, loss.png in it, and lineage.json for programs.
 
-A card holds what the run's own files say and nothing else; what is not known is left out.
+A card is made of the run's own files only. Unknown facts are left out.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def write_card(
         "left_out": [{name: row.get(name) for name in ("step", "why", "windows")} for _, row in sorted(skips.items())],
         "software": dict(document.software),
         # The machines of each attempt that got to train, the same in a row once.
-        "hardware": [one for one, _ in groupby(starts)],
+        "hardware": [start for start, _ in groupby(starts)],
         "cost": None if final.cost is None else {**final.cost.model_dump(), "usd": final.cost.usd},
         "collected_with": {name: importlib.metadata.version(name) for name in ("torch", "litgpt", "transformers")},
     }
@@ -95,7 +95,9 @@ def _card(
     mixed = [source.name for source in dataset.mixture.sources] if dataset.mixture else []
     corpus, platform = config.get("data", {}).get("corpus", {}), config.get("platform", {})
     known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
-    used = [f"{one.get('world_size', 1):,} processes on {one.get('device_name', '?')}" for one in lineage["hardware"]]
+    used = [
+        f"{start.get('world_size', 1):,} processes on {start.get('device_name', '?')}" for start in lineage["hardware"]
+    ]
     changed = " with uncommitted changes" if software.get("dirty") else ""
     versions = {**checkpoint["versions"], **software.get("packages", {})}
     parts = [
@@ -138,12 +140,12 @@ def _card(
             ("Steps", f"{spec.steps:,}"),
             *((f"model.config.{name}", value) for name, value in spec.model.config.items()),
             *sorted(spec.train.shaping_settings().items()),
-            ("Steps left out", ", ".join(str(one["step"]) for one in lineage["left_out"])),
+            ("Steps left out", ", ".join(str(skip["step"]) for skip in lineage["left_out"])),
         ),
         f"![Loss over the steps of the training]({PICTURE})" if pictured else "",
         "## Hardware and cost",
         _table(
-            *(("Hardware", one) for one in used),
+            *(("Hardware", machines) for machines in used),
             ("Platform", ", ".join(known)),
             ("Training time", f"{lineage['seconds']:,.0f} s"),
             ("Process hours", f"{lineage['seconds'] * checkpoint['world_size'] / 3600:,.2f}"),
@@ -164,8 +166,8 @@ def _card(
 
 
 def _table(*pairs: tuple[str, object]) -> str:
-    told = [(name, "none" if value is None else value) for name, value in pairs if value != ""]
-    lines = (f"| {_text(name)} | {_text(value)} |" for name, value in told)
+    shown = [(name, "none" if value is None else value) for name, value in pairs if value != ""]
+    lines = (f"| {_text(name)} | {_text(value)} |" for name, value in shown)
     return "\n".join(["| | |", "| --- | --- |", *lines])
 
 

@@ -1,7 +1,7 @@
-"""The reports of rank 0 about the training: rows of metrics, and all the places that they go to.
+"""Rank 0's reports of the training: rows of metrics, and all their sinks.
 
-None waits for the device. metrics.jsonl and a table are always written, TensorBoard and Weights & Biases if asked for.
-A logger has a folder and two verbs. One that fails costs its own record, never the training.
+No function waits for the device. metrics.jsonl and metrics.csv are always written, TensorBoard and Weights & Biases if
+the settings enable them. A sink that fails costs its own record, never the training.
 """
 
 from __future__ import annotations
@@ -37,42 +37,43 @@ from litgpt_demo.training.setup import Training
 from litgpt_demo.training.step import StepResult
 
 TABLE, PROFILES = "metrics.csv", "profile"
-_MOST_ALLOCATIONS = 200_000  # of a snapshot, with a few hundred bytes of stack each; older ones go
+_MOST_ALLOCATIONS = 200_000  # of a snapshot, with a few hundred bytes of stack each; older ones are dropped
 
 
 class Reporter:
-    """Turns what rank 0 sees into metrics rows; other ranks keep silent."""
+    """Makes rows of metrics on rank 0, and writes them to all sinks; on other ranks it writes nothing."""
 
     def __init__(self, training: Training, *, resumed_from: int) -> None:
         self._training, spec = training, training.spec
-        self._begun, self._file, self._waited = monotonic(), None, 0.0
+        self._began, self._file, self._data_wait = monotonic(), None, 0.0
         self._last_step, self._last_time = resumed_from, monotonic()
         self._times = NodeTimer.from_environ()
         self.step_seconds = 0.0
         """The mean of the steps since the last row of one."""
         self._first: dict[str, float] | None = None
         self._losses: list[float] = []
-        """Of a mixture, what StepResult.by_source came to since the last row of a step."""
-        self._loggers: dict[Logger, bool] = {}
-        """All that were opened, and whether each still takes rows."""
+        """For a mixture, the sum of StepResult.by_source since the last row of a step."""
+        self._sinks: list[Sink] = []
+        self._failed: list[Sink] = []
+        """Sinks that get no more rows."""
         if not training.fabric.is_global_zero:
             return
-        # Beside the run when that is a local folder; else in scratch, and carried to the bucket with every checkpoint.
+        # In the run's folder if that is local; else in scratch, and uploaded to the bucket with every checkpoint.
         local = training.run.local_path()
         self._folder = local or training.scratch
         self._path = self._folder / METRICS
         if local is None and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
-        self._loggers[Table(self._folder / TABLE, rows_of(self._path.read_bytes()))] = True
+        self._sinks.append(Table(self._folder / TABLE, rows_of(self._path.read_bytes())))
         config, train, fabric = training.model.module.config, spec.train, training.fabric
-        asked: dict[type[TensorBoard | Wandb], object] = {TensorBoard: train.tensorboard, Wandb: train.wandb}
-        for kind in [kind for kind, wanted in asked.items() if wanted]:
+        settings: dict[type[TensorBoard | Wandb], object] = {TensorBoard: train.tensorboard, Wandb: train.wandb}
+        for kind in [kind for kind, setting in settings.items() if setting]:
             try:
-                self._loggers[kind(spec, self._folder, resumed_from=resumed_from)] = True
+                self._sinks.append(kind(spec, self._folder, resumed_from=resumed_from))
             except UserError:  # a setting that no attempt can train with
                 raise
-            except Exception as error:  # a service that does not answer, a key that it does not know
+            except Exception as error:  # a service does not answer, or does not know the key
                 warn(f"{kind.__name__} is told no metrics: {one_line(error)}")
         length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = PeakFlops(device, train), estimates.flops_per_token(config, length)
@@ -95,28 +96,28 @@ class Reporter:
         )
         if network := network_test_row(os.environ):
             self.row(**{**network, "step": resumed_from})
-        self.publish()  # an attempt that saves nothing has told when it began
+        self.publish()  # an attempt that saves nothing has reported its beginning
         self._last_time = monotonic()
 
     def row(self, **values: Any) -> None:
         if self._file is None:
             return
         self._file.write(values | self.elapsed("elapsed"))
-        for logger in [one for one, takes in self._loggers.items() if takes]:
+        for sink in [sink for sink in self._sinks if sink not in self._failed]:
             try:
-                logger.write(values)
-            except Exception as error:  # theirs can be anything, and none of it is worth a training
-                self._loggers[logger] = False
-                warn(f"{type(logger).__name__} is told no more metrics: {one_line(error)}")
+                sink.write(values)
+            except Exception as error:  # libraries raise anything, and none of it is worth a training
+                self._failed.append(sink)
+                warn(f"{type(sink).__name__} is told no more metrics: {one_line(error)}")
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
-        """A column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
+        """Return a column of seconds since the node began, at a moment of the monotonic clock; none without a node."""
         return {} if self._times is None else {name: self._times.elapsed(moment)}
 
     def step(self, result: StepResult) -> None:
-        """A step is finished; throughput is over those since the last row of one, of the whole job."""
+        """Report a finished step. Throughput is of the whole job, over the steps since the last row of a step."""
         spec, train, ended = self._training.spec, self._training.spec.train, result.ended
-        self._waited += result.local.data_wait
+        self._data_wait += result.local.data_wait
         self._losses = list(map(add, self._losses, result.by_source)) if self._losses else result.by_source
         if self._first is None:  # of this process, which compiles
             self._first = {"first_step_seconds": round(max(0.0, ended - self._last_time), 4)}
@@ -125,8 +126,8 @@ class Reporter:
             return
         tokens_per_step = train.global_batch * spec.model.sequence_length
         pace = tokens_per_step / self.step_seconds
-        # The model's arithmetic as a share of the devices' peak, of which each has its part.
-        share = self._peak.share(pace * self._flops / self._training.fabric.world_size)
+        # Each device computes its part of the model's FLOPs.
+        mfu = self._peak.mfu(pace * self._flops / self._training.fabric.world_size)
         self.row(
             kind="step",
             step=result.done,
@@ -137,46 +138,47 @@ class Reporter:
             **self._by_source(result.done),
             tokens_per_second=round(pace, 1),
             step_seconds=round(self.step_seconds, 4),
-            data_seconds=round(self._waited, 4),
+            data_seconds=round(self._data_wait, 4),
             **self._first,
             memory=peak_memory_bytes(self._training.fabric.device),
-            **({} if share is None else {"mfu": float(f"{share:.4g}")}),
+            **({} if mfu is None else {"mfu": float(f"{mfu:.4g}")}),
         )
-        self._last_step, self._last_time, self._waited, self._first = result.done, ended, 0.0, {}
+        self._last_step, self._last_time = result.done, ended
+        self._data_wait, self._first = 0.0, {}
         self._losses = []
 
     def _by_source(self, done: int) -> dict[str, float]:
-        """Of each source of a mixture the tokens of all steps so far, and its mean loss since the last row, if it has
-        any; nothing of one source alone."""
+        """Return for each source of a mixture the tokens of all steps so far, and its mean loss since the last row, if
+        it has any."""
         spec, windows = self._training.spec, self._training.data.train
         if not isinstance(windows, MixtureDataset):
             return {}
         seen = (windows.schedule.samples_seen(done * spec.train.global_batch) * windows.length).tolist()
         sums, counts = self._losses[: len(seen)], self._losses[len(seen) :]
         losses = zip(windows.names, sums, counts, strict=True)
-        means = {f"loss.{name}": one / count for name, one, count in losses if count}
+        means = {f"loss.{name}": loss / count for name, loss, count in losses if count}
         return {f"tokens.{name}": tokens for name, tokens in zip(windows.names, seen, strict=True)} | means
 
     def pause(self, seconds: float) -> None:
-        """Leave out time that was not spent training, so that throughput tells of training alone."""
+        """Leave out time that was not spent training, so that throughput is of training only."""
         if self._file is None:
             return
         began = monotonic()
-        self._peak.measure_again()
+        self._peak.recalibrate()
         self._last_time += seconds + monotonic() - began
 
     def publish_rows(self) -> None:
-        """Carry the rows so far to the run's folder, if that is in a bucket; the training may add more meanwhile.
+        """Upload the rows so far, if the run is in a bucket; the training may add more meanwhile.
 
-        An attempt that resumes from a checkpoint repeats no step before it, so its rows must be there first.
+        An attempt that resumes from a checkpoint repeats no step before it, so its rows must be stored first.
         """
         if self._file is not None and self._training.run.local_path() is None:
             self._training.run.write(METRICS, self._path.read_bytes())
 
     def publish(self, *, closed: bool = False) -> None:
-        """Carry what is written so far to the run's folder, if that is in a bucket.
+        """Upload the files of all sinks, if the run is in a bucket.
 
-        Logs of a tracker's program wait until it has ended: until then they may hold what a service repeated of a key.
+        Logs of a tracker's program wait until it has ended: until then a service's answer in them may repeat the key.
         """
         run = self._training.run
         if self._file is None or run.local_path() is not None:
@@ -192,22 +194,22 @@ class Reporter:
             warn(f"the metrics were not published, the next checkpoint's will be: {error}")
 
     def close(self, *, step: int, ended_well: bool = True) -> None:
-        """The last row, if this attempt brought the training to its end at `step`; and all rows to the run's folder."""
+        """Write the last row if the training has ended at `step`, close the sinks, and publish everything."""
         if ended_well:
-            self.row(kind="end", step=step, seconds=round(monotonic() - self._begun, 2))
-        for logger, takes in self._loggers.items():
+            self.row(kind="end", step=step, seconds=round(monotonic() - self._began, 2))
+        for sink in self._sinks:
             try:
-                logger.close()
+                sink.close()
             except Exception as error:
-                if takes:  # else it was told that it lacks metrics
-                    warn(f"{type(logger).__name__} may lack the last metrics: {one_line(error)}")
+                if sink not in self._failed:  # else a warning was printed already
+                    warn(f"{type(sink).__name__} may lack the last metrics: {one_line(error)}")
         self.publish(closed=True)
         if self._file is not None:
             self._file.close()
 
 
 def warn(text: str) -> None:
-    """Say what a person should know, in the log of this rank."""
+    """Print a warning to the log of this rank."""
     print(f"warning: {text}", flush=True)
 
 
@@ -218,14 +220,14 @@ class Table:
     """metrics.csv: the rows of steps, evaluations and checkpoints, one column per metric, empty where it has none."""
 
     def __init__(self, path: Path, kept: Iterable[Row]) -> None:
-        """Begins with the rows of older attempts that still count."""
-        aside = path.with_name(f".{path.name}.partial")
-        self._file = aside.open("w", buffering=1, newline="")
+        """Begin with the rows of older attempts that still count."""
+        partial_file = path.with_name(f".{path.name}.partial")
+        self._file = partial_file.open("w", buffering=1, newline="")
         self._writer = csv.DictWriter(self._file, CSV_COLUMNS, extrasaction="ignore")
         self._writer.writeheader()
         for row in kept:
             self.write(row)
-        aside.replace(path)
+        partial_file.replace(path)
 
     def write(self, row: Row) -> None:
         if row.get("kind") in _PLOTTED:
@@ -241,7 +243,7 @@ class TensorBoard:
     def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps of older attempts that will be repeated are not to be drawn twice.
+        # Steps of older attempts that will be repeated must not be drawn twice.
         self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_from + 1, flush_secs=10)
 
     def write(self, row: Row) -> None:
@@ -253,11 +255,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases with the run's name, taken up again by later attempts; it makes `wandb/`.
+    """A run of Weights & Biases with the run's name, continued by later attempts; it makes `wandb/`.
 
-    Their program keeps what its service answers to a refused request in a log, and some answers repeat the key that
-    they were sent. So the key is taken out of their files when their program has ended, and what an attempt that was
-    killed left is dealt with when the next one begins.
+    Its program logs the service's answer to a refused request, and some answers repeat the key. So the key is removed
+    from its files after the program has ended. Files of a killed attempt are scrubbed when the next one begins.
     """
 
     def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
@@ -272,7 +273,7 @@ class Wandb:
 
         with ExitStack() as ends:
             ends.callback(scrub_api_key, files, key)
-            ends.callback(wandb.teardown)  # which waits until their program has written its last line
+            ends.callback(wandb.teardown)  # waits until the program has written its last line
             self._run = wandb.init(
                 project=settings.project,
                 entity=settings.entity,
@@ -282,83 +283,89 @@ class Wandb:
                 dir=str(folder),
                 config=spec.model_dump(mode="json"),
                 mode="online" if key else "offline",
-                # What the job prints is its own log already, and code and git are in the run's folder.
+                # The job has its own log, and code and git are in the run's folder.
                 settings=wandb.Settings(api_key=key, console="off", silent=True, disable_git=True, disable_code=True),
             )
-            # Their own step cannot go back, ours does when an attempt repeats steps.
+            # W&B's own step cannot go back, but an attempt may repeat steps.
             self._run.define_metric("*", step_metric="step")
             ends.callback(self._run.finish)
             self._ends = ends.pop_all()
 
     def write(self, row: Row) -> None:
-        if values := _scalars(row):
+        values = _scalars(row)
+        if values:
             self._run.log({"step": int(row["step"]), **values})
 
     def close(self) -> None:
         self._ends.close()
 
 
-Logger: TypeAlias = Table | TensorBoard | Wandb
-"""It takes rows without waiting for disk or network; `close` waits until all are where they should be."""
+Sink: TypeAlias = Table | TensorBoard | Wandb
+"""`write` takes a row without waiting for disk or network; `close` waits until all rows are stored."""
 
 
 def _scalars(row: Row) -> dict[str, float]:
+    if row["kind"] not in _PLOTTED:
+        return {}
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float) and name != "step"}
-    return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items() if row["kind"] in _PLOTTED}
+    return {f"{row['kind']}/{name}": float(value) for name, value in numbers.items()}
 
 
 def scrub_api_key(folder: Path, key: str | None) -> None:
-    """Take a key out of the text files below a folder, which nobody may be writing to; other bytes stay as they are."""
+    """Remove a key from the text files below a folder, which no process may write to; other bytes stay."""
     if key is None:
         return
-    sent = b64encode(f"api:{key}".encode()).decode()  # `Authorization: Basic`, as their program logs in
+    header = b64encode(f"api:{key}".encode()).decode()  # of `Authorization: Basic`, the program's login
     for path in [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]:
-        if path.suffix == ".wandb":  # their records, with checksums: metrics and config, no answers
+        if path.suffix == ".wandb":  # records with checksums: metrics and config, no answers
             continue
         text = path.read_bytes().decode(errors="surrogateescape")
-        if (kept := without(text, key, sent)) != text:
-            path.write_bytes(kept.encode(errors="surrogateescape"))
+        scrubbed = without(text, key, header)
+        if scrubbed != text:
+            path.write_bytes(scrubbed.encode(errors="surrogateescape"))
 
 
 class Profiler:
-    """Records the steps that `train.profile` asks for, on the ranks that it names: torch's profiler writes a trace of
-    them and, on a GPU, a snapshot of its memory. A recording that fails costs itself, never the training."""
+    """Records the steps and ranks of `train.profile`: torch's profiler writes a trace of them and, on a GPU, a snapshot
+    of its memory. A recording that fails never costs the training."""
 
     def __init__(self, training: Training, *, resumed_from: int) -> None:
         self._training = training
         self._profile: profile | None = None
         self.next = -1
-        """The step, from 0, before which to call `turn`; -1 where there is none."""
-        asked, steps = training.spec.train.profile, training.spec.steps
-        if asked is None or training.fabric.global_rank not in asked.ranks:
+        """The step, from 0, before which to call `turn`; -1 if there is none."""
+        settings, steps = training.spec.train.profile, training.spec.steps
+        if settings is None or training.fabric.global_rank not in settings.ranks:
             return
-        self._first, self._last = max(asked.numbers[0] - 1, resumed_from), min(asked.numbers[-1], steps)
+        self._first, self._last = max(settings.numbers[0] - 1, resumed_from), min(settings.numbers[-1], steps)
         if self._first < self._last:
             self.next = self._first
         else:
-            warn(f"train.profile.steps={asked.steps} records nothing: this attempt has the steps after {resumed_from}")
+            warn(
+                f"train.profile.steps={settings.steps} records nothing: this attempt has the steps after {resumed_from}"
+            )
 
     def turn(self, step: int) -> None:
-        """Begin to record, mark the next step, or end and write; what this takes counts as time of the steps."""
+        """Begin to record, mark the next step, or end and write. The time that this takes counts as the steps'."""
         self.next = step + 1
         if step == self._last:
             self.end(step)
         elif self._profile is not None:
             self._profile.step()
         else:
-            # Every step is recorded; with a schedule torch also marks where each begins, by its number.
+            # Every step is recorded; with a schedule torch also marks the beginning of each with its number.
             self._profile = profile(schedule=lambda _: ProfilerAction.RECORD, record_shapes=True, profile_memory=True)
             self._profile.step_num = step + 1
             try:
                 self._profile.start()
                 if self._training.fabric.device.type == "cuda":
                     torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
-            except RuntimeError as error:  # as where another profiler holds the device
+            except RuntimeError as error:  # such as another profiler on the device
                 self._profile, self.next = None, -1
                 warn(f"no profile is recorded: {one_line(error)}")
 
     def end(self, done: int, *, keep: bool = True) -> None:
-        """End a recording, if there is one, after `done` steps, and leave it in the run's folder if it is kept."""
+        """End a recording, if there is one, after `done` steps; with `keep`, store it in the run's folder."""
         recorded, self._profile, self.next = self._profile, None, -1
         if recorded is None:
             return
@@ -389,11 +396,10 @@ _LONG_ENOUGH = 0.3  # seconds of products
 
 
 class PeakFlops:
-    """The most FLOP/s that this process could do in the products of this training.
+    """Peak matmul FLOP/s of this process' device in the training's dtype.
 
-    A GPU's is in our table. A CPU's is measured, in the threads that this process has, for its clock and its neighbours
-    decide. Other load can only make the measurement too small. A training that beats it proves it wrong: no share is
-    told until it is measured again.
+    A GPU's is in a table. A CPU's is measured with the threads of this process, because it depends on its clock and
+    other load, which can only make it too small. After a step that is faster, MFU is None until it is measured again.
     """
 
     def __init__(self, device: torch.device, train: TrainConfig) -> None:
@@ -406,49 +412,50 @@ class PeakFlops:
         self._dtype = torch.bfloat16 if matmul_dtype(train.precision) == "bfloat16" else torch.float32
         self.flops = measured_flops(self._dtype)
 
-    def share(self, flops: float) -> float | None:
-        """The share of the peak that `flops` a second are; None where the peak is not known or proved wrong."""
+    def mfu(self, flops: float) -> float | None:
+        """Return `flops` a second as a share of the peak; None if the peak is not known, or was exceeded."""
         if self.flops is None:
             return None
         self._beaten = self._beaten or flops > self.flops
         return None if self._beaten else flops / self.flops
 
-    def measure_again(self) -> None:
-        """Measure a CPU again if its peak was beaten. It takes a moment: call it where the training stands still."""
+    def recalibrate(self) -> None:
+        """Measure a CPU again if its peak was exceeded. It takes a moment: call it while the training waits."""
         if self._beaten and self._dtype is not None and self.flops is not None:
             self.flops = max(self.flops, measured_flops(self._dtype))
         self._beaten = False
 
 
 def measured_flops(dtype: torch.dtype) -> float:
-    """The FLOP/s of the fastest of many square matrix products of several sizes."""
+    """Return the FLOP/s of the fastest of many square matrix products of several sizes."""
     pairs = [(torch.ones(side, side, dtype=dtype), torch.empty(side, side, dtype=dtype)) for side in _SIDES]
     best, began = 0.0, perf_counter()
     while perf_counter() - began < _LONG_ENOUGH:
-        for one, out in pairs:
+        for matrix, product in pairs:
             start = perf_counter()
-            torch.mm(one, one, out=out)
-            best = max(best, 2.0 * len(one) ** 3 / (perf_counter() - start))
+            torch.mm(matrix, matrix, out=product)
+            best = max(best, 2.0 * len(matrix) ** 3 / (perf_counter() - start))
     return best
 
 
 def device_name(device: torch.device) -> str:
-    """The driver's name of a GPU; a CPU's model."""
+    """Return the driver's name of a GPU, or a CPU's model."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return _said("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+    return _read_proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most that was held at once so far: tensors on a GPU, as its allocator counts them; this process on a CPU."""
+    """Return the peak so far: of tensors on a GPU, as its allocator counts them; of this process on a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     # getrusage begins with the peak of the process that started this one.
-    if peak := _said("/proc/self/status", "VmHWM:"):
+    peak = _read_proc_field("/proc/self/status", "VmHWM:")
+    if peak:
         return int(peak.split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes, on a Mac
 
 
-def _said(path: str, name: str) -> str:
+def _read_proc_field(path: str, name: str) -> str:
     lines = Path(path).read_text().splitlines() if Path(path).exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
