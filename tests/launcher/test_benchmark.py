@@ -21,23 +21,23 @@ def result(**more: object) -> NetworkTestResult:
     return NetworkTestResult(backend="nccl", nodes=4, hosts=hosts, floor=None, seconds=30.0, speeds=speeds, **more)  # type: ignore[arg-type]
 
 
-def test_the_table_is_the_published_one() -> None:
+def test_table_agrees_with_the_published_one() -> None:
     rows = table([result()])
-    told = {int(row["ranks"]): (float(row["algbw Gbit/s"]), float(row["busbw Gbit/s"])) for row in rows}
-    assert told == {ranks: pytest.approx(speeds, rel=2e-3) for ranks, speeds in PUBLISHED.items()}
+    shown = {int(row["ranks"]): (float(row["algbw Gbit/s"]), float(row["busbw Gbit/s"])) for row in rows}
+    assert shown == {ranks: pytest.approx(speeds, rel=2e-3) for ranks, speeds in PUBLISHED.items()}
 
 
-def test_a_slow_node_is_named_in_what_is_shown() -> None:
+def test_slow_node_is_named_in_the_result() -> None:
     speeds = {(0, 1): 40.0, (2, 3): 4.0, (0, 2): 4.1, (1, 3): 39.0, (0, 3): 41.0, (1, 2): 3.9}
     made = result(pairs=speeds)
     assert lead(made).endswith("slow: node 2 (machine-2)")
     assert markdown([made]).count("slow: node 2") == 4, "above, and at its three pairs"
 
 
-def test_the_job_is_that_of_a_training_without_its_gate() -> None:
+def test_benchmark_job_has_no_network_test() -> None:
     cluster = {"kind": "gke", "cluster": "c", "project": "p", "location": "l", "machine": "a3-highgpu-8g", "nodes": 4}
-    asked = {"measure": {"compare": True}, "platform": {**cluster, "network": "tcpx"}}
-    fast, sockets = validated(BenchmarkConfig, asked, where="here").jobs()
+    config = {"measure": {"compare": True}, "platform": {**cluster, "network": "tcpx"}}
+    fast, sockets = validated(BenchmarkConfig, config, where="here").jobs()
     assert (fast.platform.gate, fast.platform.allow_sockets) == (0, False)  # type: ignore[union-attr]
     assert sockets.platform.overrides == {"NCCL_NET": "Socket"}  # type: ignore[union-attr]
     assert len({claim_of(job).make_job(1).name for job in (fast, sockets)}) == 2

@@ -22,7 +22,10 @@ def make_network(name: str, context: NetworkContext, **options: str) -> Network:
 def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
     for pair in tcpx.PAIRS:
         made = make_network("tcpx", HIGH, network_plugin=pair.plugin, network_install="pod")
-        assert [one["image"].rsplit(":", 1)[-1] for one in made.init_containers] == [pair.plugin, pair.daemon]
+        assert [container["image"].rsplit(":", 1)[-1] for container in made.init_containers] == [
+            pair.plugin,
+            pair.daemon,
+        ]
 
 
 @pytest.mark.parametrize(
@@ -36,12 +39,12 @@ def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
         ("ethernet", "a3-highgpu-8g", {}, "'plain', 'gib'"),
     ],
 )
-def test_what_is_not_to_be_had_is_refused(network: str, machine: str, options: dict[str, str], message: str) -> None:
+def test_unavailable_network_is_refused(network: str, machine: str, options: dict[str, str], message: str) -> None:
     with pytest.raises((ConfigProblem, ValidationError), match=message):
         _ = GkePlatformConfig.model_validate({"kind": "gke", "network": network, "machine": machine, **options}).fabric
 
 
-def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() -> None:
+def test_image_is_qualified_as_the_release_of_its_tag() -> None:
     known = make_network("tcpxo", MEGA, network_plugin="v1.0.14")
     own = make_network("tcpxo", MEGA, network_plugin=f"my.example/own/plugin:v1.0.14{DIGEST}")
     assert (own.pair, own.node.nccl_versions) == (known.pair, known.node.nccl_versions)
@@ -49,7 +52,7 @@ def test_a_whole_image_is_qualified_as_the_known_release_that_its_tag_names() ->
     assert make_network("tcpxo", MEGA, **patched).node.nccl_versions == ()
 
 
-def test_every_machine_has_the_networks_it_names_and_every_value_says_where_it_was_read() -> None:
+def test_machines_and_network_values_have_sources() -> None:
     for machine in MACHINES.values():
         assert machine.sources
         assert all(source.startswith("https://") for source in machine.sources)
@@ -57,7 +60,7 @@ def test_every_machine_has_the_networks_it_names_and_every_value_says_where_it_w
             made = make_network(network, NetworkContext(machine=machine))
             assert len([name for name in made.node.interfaces if name != "eth0"]) in {0, machine.nics}
             values = (*made.environment, *made.scripted)
-            assert [one.name for one in values if not one.source.startswith("https://")] == []
+            assert [value.name for value in values if not value.source.startswith("https://")] == []
 
 
 @pytest.mark.parametrize(

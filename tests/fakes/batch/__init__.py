@@ -63,8 +63,8 @@ class Record:
 
     def set_task(self, number: int, state: TaskState, code: int = 0) -> None:
         """The exit code is told where a life fails, as it is documented."""
-        status, told = self.tasks[number].status, {"exit_code": code} if code else None
-        event = types.StatusEvent(task_state=state, event_time=datetime.now(UTC), task_execution=told)
+        status, execution = self.tasks[number].status, {"exit_code": code} if code else None
+        event = types.StatusEvent(task_state=state, event_time=datetime.now(UTC), task_execution=execution)
         status.status_events.append(event)
         status.state = state
 
@@ -100,16 +100,16 @@ class Cloud:
         self._threads: list[threading.Thread] = []
         self._ports = ExitStack()
         self._server = grpc.server(ThreadPoolExecutor(4))
-        for name, call, asked in (
+        for name, call, request_type in (
             ("cloud.batch.v1.BatchService/CreateJob", self._create, types.CreateJobRequest),
-            ("cloud.batch.v1.BatchService/GetJob", lambda asked: self._found(asked.name).job, types.GetJobRequest),
+            ("cloud.batch.v1.BatchService/GetJob", lambda request: self._found(request.name).job, types.GetJobRequest),
             ("cloud.batch.v1.BatchService/ListJobs", self._list_jobs, types.ListJobsRequest),
             ("cloud.batch.v1.BatchService/ListTasks", self._list_tasks, types.ListTasksRequest),
             ("cloud.batch.v1.BatchService/CancelJob", self._cancel, types.CancelJobRequest),
             ("logging.v2.LoggingServiceV2/ListLogEntries", self._list, logging_types.ListLogEntriesRequest),
         ):
             service, _, method = name.partition("/")
-            handler = grpc.unary_unary_rpc_method_handler(self._answering(method, call, asked))
+            handler = grpc.unary_unary_rpc_method_handler(self._answering(method, call, request_type))
             answering = grpc.method_handlers_generic_handler(f"google.{service}", {method: handler})
             self._server.add_generic_rpc_handlers((answering,))
         address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -117,15 +117,15 @@ class Cloud:
         self.environment = {"BATCH_EMULATOR_HOST": address, "LOGGING_EMULATOR_HOST": address}
 
     def _answering(
-        self, method: str, call: Callable[[Any], Any], asked: Any
+        self, method: str, call: Callable[[Any], Any], request_type: Any
     ) -> Callable[[bytes, grpc.ServicerContext], bytes]:
         def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
             with self._lock:
                 self.calls.append(method)
-                fault = next((one for one in self._faults if one[0] == method), None)
+                fault = next((planned for planned in self._faults if planned[0] == method), None)
                 try:
                     if fault is None or fault[2]:
-                        done = call(asked.deserialize(request))
+                        done = call(request_type.deserialize(request))
                 except Refused as error:
                     context.abort(*error.args)
                 if fault is not None:
@@ -202,13 +202,13 @@ class Cloud:
         return operations_pb2.Operation(name=f"{request.name}/cancel")
 
     def _list(self, request: logging_types.ListLogEntriesRequest) -> logging_types.ListLogEntriesResponse:
-        asked = {term["field"]: term["value"] for term in _TERM.finditer(request.filter)}
-        assert len(asked) == len(request.filter.split(" AND ")), f"what is meant by {request.filter}?"
+        terms = {term["field"]: term["value"] for term in _TERM.finditer(request.filter)}
+        assert len(terms) == len(request.filter.split(" AND ")), f"what is meant by {request.filter}?"
         found = [
-            one
-            for one in sorted(self.entries, key=lambda one: (one.timestamp, one.insert_id))
-            if (one.log_name, one.labels["job_uid"]) == (asked["logName"], asked["labels.job_uid"])
-            and one.timestamp >= datetime.fromisoformat(asked["timestamp"])
+            entry
+            for entry in sorted(self.entries, key=lambda entry: (entry.timestamp, entry.insert_id))
+            if (entry.log_name, entry.labels["job_uid"]) == (terms["logName"], terms["labels.job_uid"])
+            and entry.timestamp >= datetime.fromisoformat(terms["timestamp"])
         ]
         start, end = int(request.page_token or 0), int(request.page_token or 0) + request.page_size
         more = str(end) if len(found) > end else ""

@@ -36,9 +36,9 @@ class Vm:
         for place in FOLDERS:
             self._own(place).mkdir(parents=True)
         (self.folder / "hosts").write_text("".join(f"{host}\n" for host in hosts))
-        self.told = {"BATCH_TASK_INDEX": str(task), "BATCH_TASK_RETRY_ATTEMPT": "0"}
-        self.told |= {"BATCH_HOSTS_FILE": str(self.folder / "hosts")}
-        self.told |= {"BATCH_NODE_INDEX": str(task), "BATCH_MAIN_NODE_HOSTNAME": hosts[0]}
+        self.variables = {"BATCH_TASK_INDEX": str(task), "BATCH_TASK_RETRY_ATTEMPT": "0"}
+        self.variables |= {"BATCH_HOSTS_FILE": str(self.folder / "hosts")}
+        self.variables |= {"BATCH_NODE_INDEX": str(task), "BATCH_MAIN_NODE_HOSTNAME": hosts[0]}
         # Stand-ins for the VM's programs: each writes down how it was called.
         programs = dict.fromkeys(("docker", "systemctl", "iptables", "mount", "nvidia-smi", "nvidia-ctk"), "")
         programs |= {"hostname": f"echo {hosts[task]}", "ldconfig": "echo libcuda.so.1"}
@@ -80,7 +80,7 @@ class Vm:
                 for place in FOLDERS:
                     text = text.replace(place, str(self._own(place)))
                 path = f"{self.folder / 'bin'}:/usr/sbin:/usr/bin:/sbin:/bin"
-                code = self._process_of(["sh", "-c", text], {**self.told, "PATH": path}, log)
+                code = self._process_of(["sh", "-c", text], {**self.variables, "PATH": path}, log)
             elif "container" in runnable and not self._ended and contained:
                 code = self._container(runnable.container, log)
             if code and not runnable.ignore_exit_status:
@@ -96,16 +96,16 @@ class Vm:
             "HOME": str(self.folder),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # the host name of this machine may resolve to nothing
-            **self.told,
+            **self.variables,
             **self._spec.environment.variables,
             **self.node,
         }
-        words = [container.entrypoint, *container.commands]
+        command = [container.entrypoint, *container.commands]
         for volume in container.volumes:
             source, target = volume.split(":")[:2]
             if source in FOLDERS:
-                words = [word.replace(target, str(self._own(source))) for word in words]
-        return self._process_of(words, environment, log)
+                command = [word.replace(target, str(self._own(source))) for word in command]
+        return self._process_of(command, environment, log)
 
     def _process_of(self, command: Sequence[str], environment: Mapping[str, str], log: Callable[[str], None]) -> int:
         with subprocess.Popen(

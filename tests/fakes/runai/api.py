@@ -47,7 +47,7 @@ class Api(ThreadingHTTPServer):
         self.instead: Callable[[str, str], tuple[int, bytes, dict[str, str]]] | None = None
         """Who stands before it answers, knowing the path and all that was sent: status, body, headers."""
         self.tokens: set[str] = set()
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         """Method and path of every request."""
 
     def credentials(self, secret: str | None = None) -> dict[str, str]:
@@ -68,7 +68,7 @@ class _Handler(Answering):
     def do_POST(self) -> None:
         server, url = self.server, urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        server.asked.append((self.command, url.path))
+        server.requests.append((self.command, url.path))
         if server.silent > 0:
             server.silent -= 1
         elif server.instead is not None:
@@ -98,14 +98,14 @@ class _Handler(Answering):
                 return [{"uuid": CLUSTER, "name": "main"}]
             case "GET", ["org-unit", "projects"]:
                 found = [{"id": uid, "name": name, "clusterId": CLUSTER} for uid, name in projects.items()]
-                return {"projects": [one for one in found if like in one["name"]]}
+                return {"projects": [entry for entry in found if like in entry["name"]]}
             case "GET", ["workloads"]:
                 workloads = [
                     {"id": f"{project}.{name}", "name": name, "phase": phase, "projectId": uid}
                     for uid, project in projects.items()
                     for name, phase in cluster.phases(project).items()
                 ]
-                return {"workloads": [one for one in workloads if like in one["name"]], "next": None}
+                return {"workloads": [entry for entry in workloads if like in entry["name"]], "next": None}
             case "POST", ["workloads", "distributed"]:
                 cluster.submit(_training(body, projects))
                 return {}
@@ -136,12 +136,12 @@ def _training(body: Any, projects: Mapping[str, str]) -> Training:
         project=projects[body["projectId"]],
         workers=spec["numWorkers"],
         command=(spec["command"], *shlex.split(spec["args"])),
-        environment={one["name"]: _value(one, machine) for one in spec["environmentVariables"]},
+        environment={entry["name"]: _value(entry, machine) for entry in spec["environmentVariables"]},
         claims={claim["claimName"]: claim["path"] for claim in spec.get("storage", {}).get("pvc", [])},
     )
 
 
-def _value(one: Mapping[str, Any], machine: str) -> str:
-    if secret := one.get("secret"):
+def _value(entry: Mapping[str, Any], machine: str) -> str:
+    if secret := entry.get("secret"):
         return f"what the secret {secret['name']} has under {secret['key']}"
-    return machine if one.get("podFieldRef") == {"path": "spec.nodeName"} else str(one["value"])
+    return machine if entry.get("podFieldRef") == {"path": "spec.nodeName"} else str(entry["value"])

@@ -21,8 +21,8 @@ SCRATCH = "/tmp/litgpt"
 class Refused(Exception):
     """The cluster says no."""
 
-    def __init__(self, words: str, status: int = 400) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
         self.status = status
 
 
@@ -96,7 +96,7 @@ class Cluster:
     def phases(self, project: str) -> dict[str, str]:
         """Name to phase."""
         self._require(project)
-        return {name: one.phase for (where, name), one in [*self.trainings.items()] if where == project}
+        return {name: training.phase for (where, name), training in [*self.trainings.items()] if where == project}
 
     def delete(self, project: str, name: str) -> None:
         """Ask for it to be gone; the operator, if there is one, sees to it."""
@@ -109,7 +109,9 @@ class Cluster:
 
     def live(self) -> list[str]:
         """Workloads that hold machines, or wait for some."""
-        return [one.name for one in [*self.trainings.values()] if one.phase not in {"Completed", "Failed"}]
+        return [
+            training.name for training in [*self.trainings.values()] if training.phase not in {"Completed", "Failed"}
+        ]
 
     def _require(self, project: str) -> None:
         if project not in self.projects:
@@ -161,11 +163,11 @@ class Cluster:
     def _told(self, training: Training, rank: int, port: int) -> dict[str, str]:
         """2.13 tells how many pods there are, 2.18 how many GPUs."""
         pods, gpus = training.workers + 1, self.told_gpus
-        told = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(pods)}
+        variables = {"RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(pods)}
         if self.version == "2.13":
-            return told
-        told |= {"WORLD_SIZE": str(pods * (gpus or 1)), "PET_NNODES": str(pods), "PET_NODE_RANK": str(rank)}
-        return {**told, "LOCAL_RANK": "0", "RUNAI_NUM_OF_GPUS": str(gpus)}
+            return variables
+        variables |= {"WORLD_SIZE": str(pods * (gpus or 1)), "PET_NNODES": str(pods), "PET_NODE_RANK": str(rank)}
+        return {**variables, "LOCAL_RANK": "0", "RUNAI_NUM_OF_GPUS": str(gpus)}
 
     def _end(self, training: Training) -> None:
         for pod in training.pods:

@@ -63,54 +63,54 @@ def program(folder: Path, cluster: Cluster, variant: str) -> Iterator[Path]:
         yield path
 
 
-def _answer(cluster: Cluster, variant: str, words: list[str]) -> tuple[int, str]:
+def _answer(cluster: Cluster, variant: str, arguments: list[str]) -> tuple[int, str]:
     """Its exit code and what it prints."""
     submit = ["submit-dist", "pytorch"] if variant == "v1" else ["training", "pytorch", "submit"]
     flags = FLAGS.get(variant, "").split()
     try:
-        if flags and words == [*submit, "--help"]:
+        if flags and arguments == [*submit, "--help"]:
             return 0, "".join(f"   {flag}  what it does\n" for flag in flags)
-        if cluster.fault and "--help" not in words:
+        if cluster.fault and "--help" not in arguments:
             raise Refused(cluster.fault)
-        if flags and words[: len(submit)] == submit:
-            return 0, _submit(cluster, flags, words[len(submit) :], old=variant == "v1")
-        return 0, _managed(cluster, words, old=variant == "v1")
+        if flags and arguments[: len(submit)] == submit:
+            return 0, _submit(cluster, flags, arguments[len(submit) :], old=variant == "v1")
+        return 0, _managed(cluster, arguments, old=variant == "v1")
     except Refused as error:
         return 1, f"Error: {error}"
     except Lost as error:
         return 1, UNANSWERED.get(str(error), str(error))
 
 
-def _parsed(words: Iterable[str], flags: Iterable[str]) -> tuple[Mapping[str, list[str]], list[str]]:
+def _parsed(arguments: Iterable[str], flags: Iterable[str]) -> tuple[Mapping[str, list[str]], list[str]]:
     """Values by flag, and what stands for itself."""
-    found, rest, left = defaultdict[str, list[str]](list), list[str](), iter(words)
-    for word in left:
+    found, rest, remaining = defaultdict[str, list[str]](list), list[str](), iter(arguments)
+    for word in remaining:
         if not word.startswith("-"):
             rest.append(word)
         elif word not in flags:
             raise Refused(f"unknown flag: {word}")
         else:
-            found[word].append("" if word in SWITCHES else next(left))
+            found[word].append("" if word in SWITCHES else next(remaining))
     return found, rest
 
 
-def _submit(cluster: Cluster, flags: Sequence[str], words: list[str], *, old: bool) -> str:
-    given, rest = _parsed(words[: words.index("--")], flags)
-    command = words[words.index("--") + 1 :]
-    (name,) = [*given["--name"], *rest]
-    assert "--command" in given, "without it the image's entry point would be kept"
-    claims = [_pairs(one.split(",")) for one in given["--pvc-exists" if old else "--existing-pvc"]]
+def _submit(cluster: Cluster, flags: Sequence[str], arguments: list[str], *, old: bool) -> str:
+    values, rest = _parsed(arguments[: arguments.index("--")], flags)
+    command = arguments[arguments.index("--") + 1 :]
+    (name,) = [*values["--name"], *rest]
+    assert "--command" in values, "without it the image's entry point would be kept"
+    claims = [_pairs(text.split(",")) for text in values["--pvc-exists" if old else "--existing-pvc"]]
     training = Training(
         name=name,
-        project=given["--project"][0],
-        workers=int(given["--workers"][0]),
+        project=values["--project"][0],
+        workers=int(values["--workers"][0]),
         # 2.13 joins what follows `--` and leaves it to a shell; the newer one keeps the words.
         command=("/bin/sh", "-c", "exec " + " ".join(command)) if old else tuple(command),
         # "You can either separate values with a comma or add the flag twice."
-        environment=_pairs([part for one in given["-e"] for part in (one.split(",") if old else [one])]),
-        claims={one["claimname"]: one["path"] for one in claims},
+        environment=_pairs([part for text in values["-e"] for part in (text.split(",") if old else [text])]),
+        claims={claim["claimname"]: claim["path"] for claim in claims},
     )
-    if "--dry-run" in given:
+    if "--dry-run" in values:
         cluster.create(training, dry=True)
     else:
         cluster.submit(training)
@@ -121,18 +121,18 @@ def _pairs(entries: Iterable[str]) -> dict[str, str]:
     return dict(entry.split("=", 1) for entry in entries)
 
 
-def _managed(cluster: Cluster, words: list[str], *, old: bool) -> str:
-    given, rest = _parsed(words, ["--project", "--json", "--limit", "--offset"])
-    phases = cluster.phases(given["--project"][0]) if given["--project"] else {}
+def _managed(cluster: Cluster, arguments: list[str], *, old: bool) -> str:
+    values, rest = _parsed(arguments, ["--project", "--json", "--limit", "--offset"])
+    phases = cluster.phases(values["--project"][0]) if values["--project"] else {}
     match rest:
         case ["list", "jobs"] if old:
             rows = [f"{name}  {phase}  3s  node-1\n" for name, phase in phases.items()]
             return "Showing jobs\nNAME  STATUS  AGE  NODE\n" + "".join(rows).replace("Completed", "Succeeded")
-        case ["training", "pytorch", "list"] if "--json" in given and not old:
+        case ["training", "pytorch", "list"] if "--json" in values and not old:
             found = [{"name": name, "phase": phase} for name, phase in phases.items()]
-            begin = int(given["--offset"][0])
-            return json.dumps({"workloads": found[begin : begin + int(given["--limit"][0])]})
+            begin = int(values["--offset"][0])
+            return json.dumps({"workloads": found[begin : begin + int(values["--limit"][0])]})
         case [*which, name] if which == (["delete", "job"] if old else ["training", "pytorch", "delete"]):
-            cluster.delete(given["--project"][0], name)
+            cluster.delete(values["--project"][0], name)
             return ""
-    raise Refused(f'unknown command "{" ".join(words)}" for "runai"')
+    raise Refused(f'unknown command "{" ".join(arguments)}" for "runai"')

@@ -26,8 +26,8 @@ _CHECKOUT = Path(__file__).parents[3]
 _NEW_MOUNTS = 0x20000  # CLONE_NEWNS of <sched.h>
 
 
-def _mount(*words: str | Path) -> None:
-    subprocess.run(["mount", *words], check=True)
+def _mount(*arguments: str | Path) -> None:
+    subprocess.run(["mount", *arguments], check=True)
 
 
 def _enter_mounts(folder: Path) -> None:

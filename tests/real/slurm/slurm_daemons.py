@@ -159,8 +159,15 @@ def accounts(folder: Path) -> Iterator[str]:
     at, (port, database) = f"--socket={data}/socket", (free_port(), free_port())
     command = ["mariadb-install-db", "--user=root", f"--datadir={data}", "--auth-root-authentication-method=normal"]
     subprocess.run(command, check=True, capture_output=True)
-    words = ("--no-defaults", "--user=root", f"--datadir={data}", at, "--bind-address=127.0.0.1", f"--port={database}")
-    with subprocess.Popen(["mariadbd", *words], stderr=subprocess.DEVNULL) as mariadb:
+    options = (
+        "--no-defaults",
+        "--user=root",
+        f"--datadir={data}",
+        at,
+        "--bind-address=127.0.0.1",
+        f"--port={database}",
+    )
+    with subprocess.Popen(["mariadbd", *options], stderr=subprocess.DEVNULL) as mariadb:
         try:
             until(lambda: subprocess.run(["mariadb-admin", at, "ping"], capture_output=True).returncode == 0)
             grant = "CREATE USER slurm@'127.0.0.1' IDENTIFIED BY 'quiet'; GRANT ALL ON accounts.* TO slurm@'127.0.0.1'"
@@ -272,7 +279,13 @@ def ssh_login(folder: Path, environment: Mapping[str, str]) -> Iterator[Path]:
     own.chmod(0o755)
     server = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config")])
     try:
-        until(lambda: any(one.laddr.port == port for one in psutil.net_connections("tcp") if one.status == "LISTEN"))
+        until(
+            lambda: any(
+                connection.laddr.port == port
+                for connection in psutil.net_connections("tcp")
+                if connection.status == "LISTEN"
+            )
+        )
         yield folder
     finally:
         server.terminate()

@@ -43,8 +43,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def settings_of(**changes: Any) -> SlurmPlatformConfig:
-    asked = {"kind": "slurm", "nodes": 2, "grace": 2, "gate": 0, "venv": str(Path(PYTHON[0]).parents[1])}
-    return SlurmPlatformConfig.model_validate({**asked, **changes})
+    section = {"kind": "slurm", "nodes": 2, "grace": 2, "gate": 0, "venv": str(Path(PYTHON[0]).parents[1])}
+    return SlurmPlatformConfig.model_validate({**section, **changes})
 
 
 @pytest.fixture(params=["slurm"])
@@ -75,11 +75,13 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_pi_by_the_profile_is_printed_by_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
     profile = "deployments/configs/profiles/slurm.yaml"
-    words = ["run", "deployments/configs/pi.yaml", "--platform", profile, "--output", f"root={tmp_path}"]
-    words += [f"platform.venv={Path(PYTHON[0]).parents[1]}"]
+    arguments = ["run", "deployments/configs/pi.yaml", "--platform", profile, "--output", f"root={tmp_path}"]
+    arguments += [f"platform.venv={Path(PYTHON[0]).parents[1]}"]
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
     program = Path(sys.executable).with_name("train-litgpt")
-    done = subprocess.run([program, *words], cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [program, *arguments], cwd=CHECKOUT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3.14159265" in done.stdout
     assert slurm.live() == []
@@ -122,7 +124,7 @@ def test_scancel_from_outside_is_told_as_a_cancellation(slurm: Cluster, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"venv": "/nosuch"}, "[slurm.venv] platform.venv=/nosuch has no python with train-litgpt (on n"),
         ({"modules": ["nosuch/1"]}, "[slurm.module] platform.modules: nosuch/1 cannot be loaded (on n"),
@@ -130,13 +132,13 @@ def test_scancel_from_outside_is_told_as_a_cancellation(slurm: Cluster, tmp_path
     ],
 )
 def test_job_that_cannot_start_its_nodes_says_why(
-    changes: dict[str, Any], words: str, slurm: Cluster, tmp_path: Path
+    changes: dict[str, Any], message: str, slurm: Cluster, tmp_path: Path
 ) -> None:
     platform, job_id = submitted_job(tmp_path, f"broken-{next(iter(changes))}", "", **changes)
     seen = ended(platform, job_id)
     assert (seen.state, seen.exit_codes) == (JobState.FAILED, {0: 40})
-    assert words in seen.evictions[0]
-    assert any(words.partition(" (on")[0] in line.text for line in platform.logs(job_id).lines)
+    assert message in seen.evictions[0]
+    assert any(message.partition(" (on")[0] in line.text for line in platform.logs(job_id).lines)
 
 
 def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluster, tmp_path: Path) -> None:

@@ -59,11 +59,11 @@ def shared(
     return folder
 
 
-def started(user: str, folder: Path, verb: str, *words: str) -> subprocess.Popen[str]:
+def started(user: str, folder: Path, verb: str, *arguments: str) -> subprocess.Popen[str]:
     """Start the command line as that user, in a shell of its own."""
     home = str(folder.parent / f"home-{user}")
     environment = {**os.environ, "PREFECT_HOME": home, "TRAIN_LITGPT_HOME": home, "HOME": home, "USER": user}
-    command = [str(Path(sys.executable).with_name("train-litgpt")), verb, *words]
+    command = [str(Path(sys.executable).with_name("train-litgpt")), verb, *arguments]
     with acting_as(0, 0):
         return subprocess.Popen(
             command, user=USERS[user], group=GROUP, extra_groups=[], umask=0o002, env=environment, text=True,
@@ -71,35 +71,42 @@ def started(user: str, folder: Path, verb: str, *words: str) -> subprocess.Popen
         )  # fmt: skip
 
 
-def printed(user: str, folder: Path, verb: str, *words: str) -> tuple[int, str]:
-    with started(user, folder, verb, *words) as process:
+def printed(user: str, folder: Path, verb: str, *arguments: str) -> tuple[int, str]:
+    with started(user, folder, verb, *arguments) as process:
         text = process.stdout.read() if process.stdout else ""
     return process.returncode, " ".join(text.split())
 
 
 def config(folder: Path, script: str, *changes: str) -> list[str]:
-    words = ["deployments/configs/pi.yaml", "--platform", "deployments/configs/profiles/slurm.yaml"]
-    words += [f"root={folder}/root", f"script={folder}/{script}.py", f'args=["{folder}/begun"]', "platform.nodes=2"]
-    return [*words, f"platform.venv={VENV}", "platform.grace=2", "platform.gate=0", "platform.account=lab", *changes]
+    arguments = ["deployments/configs/pi.yaml", "--platform", "deployments/configs/profiles/slurm.yaml"]
+    arguments += [f"root={folder}/root", f"script={folder}/{script}.py", f'args=["{folder}/begun"]', "platform.nodes=2"]
+    return [
+        *arguments,
+        f"platform.venv={VENV}",
+        "platform.grace=2",
+        "platform.gate=0",
+        "platform.account=lab",
+        *changes,
+    ]
 
 
 def test_second_user_of_a_shared_root_follows_the_run(cluster: Cluster, shared: Path) -> None:
     """Only its user can cancel a job, and the same command of another user starts none."""
-    words = config(shared, "waits")
-    with started("alice", shared, "run", *words) as alice:
+    arguments = config(shared, "waits")
+    with started("alice", shared, "run", *arguments) as alice:
         until((shared / "begun").exists)
         [job] = cluster.live()
-        for verb, target in (("runs", [f"{shared}/root"]), ("status", words)):
+        for verb, target in (("runs", [f"{shared}/root"]), ("status", arguments)):
             code, text = printed("bob", shared, verb, *target)
             assert (code, "running" in text) == (0, True), text
-        code, text = printed("bob", shared, "cancel", *words)
+        code, text = printed("bob", shared, "cancel", *arguments)
         assert (code, "is alice's, and Slurm does not let bob end it" in text) == (55, True), text
-        with started("bob", shared, "run", *words) as bob:
+        with started("bob", shared, "run", *arguments) as bob:
             assert bob.stdout is not None
             seen = next(line for line in bob.stdout if "leads" in line or "submitted" in line)
             assert "alice on" in seen
             assert cluster.live() == [job]
-            code, text = printed("alice", shared, "cancel", *words)
+            code, text = printed("alice", shared, "cancel", *arguments)
             assert (code, "nothing of it is left" in text) == (0, True), text
             text = bob.stdout.read()
         assert "cancelled" in text, text
@@ -111,9 +118,9 @@ def test_second_user_of_a_shared_root_follows_the_run(cluster: Cluster, shared: 
 @contextlib.contextmanager
 def waiting(folder: Path, user: str = "alice", **changes: Any) -> Iterator[tuple[SlurmPlatform, JobId]]:
     """A job that waits or runs, and is cancelled afterwards."""
-    asked = {"kind": "slurm", "nodes": 2, "gate": 0, "grace": 2, "venv": str(VENV), "account": "lab", **changes}
-    platform = SlurmPlatform(SlurmPlatformConfig.model_validate(asked), settle=0)
-    nodes, program = int(asked["nodes"]), (str(folder / "waits.py"), str(folder / f"begun-{user}"))
+    section = {"kind": "slurm", "nodes": 2, "gate": 0, "grace": 2, "venv": str(VENV), "account": "lab", **changes}
+    platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
+    nodes, program = int(section["nodes"]), (str(folder / "waits.py"), str(folder / f"begun-{user}"))
     with acting_as(USERS[user], GROUP):
         directory = tempfile.mkdtemp(dir=folder)
         Path(directory).chmod(0o2770)
@@ -123,7 +130,7 @@ def waiting(folder: Path, user: str = "alice", **changes: Any) -> Iterator[tuple
         try:
             yield platform, job_id
         finally:
-            SlurmPlatform(SlurmPlatformConfig.model_validate(asked), settle=0).cancel(job_id)
+            SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0).cancel(job_id)
 
 
 def reasons_of(platform: SlurmPlatform, job_id: JobId) -> tuple[str, str]:

@@ -48,9 +48,7 @@ def verdict(status: JobStatus) -> Verdict:
 
 
 @pytest.mark.parametrize(("code", "fault"), [(50001, FailureClass.PREEMPTED), (50002, FailureClass.NODE)])
-def test_a_lost_node_ends_the_attempt_and_its_peers_are_ended_by_who_cancels_and_not_by_who_looks(
-    code: int, fault: FailureClass, cloud: Cloud
-) -> None:
+def test_lost_node_fails_the_job_and_only_cancel_ends_its_peers(code: int, fault: FailureClass, cloud: Cloud) -> None:
     platform = platform_of(spot=True)
     job_id = submitted(platform)
     cloud.end(job_id, 1, code)
@@ -73,7 +71,7 @@ def test_a_lost_node_ends_the_attempt_and_its_peers_are_ended_by_who_cancels_and
         ([40], JobState.FAILED, FailureClass.USER),
     ],
 )
-def test_a_single_node_is_restarted_in_place_where_that_can_mend_it_and_judged_by_the_last_of_its_lives(
+def test_single_node_restarts_in_place_and_its_last_life_counts(
     codes: list[int], state: JobState, fault: FailureClass | None, cloud: Cloud
 ) -> None:
     platform = platform_of(nodes=1, spot=True, restarts=1)
@@ -93,7 +91,7 @@ Events = Sequence[tuple[int, str, int | None]]
 NEW_YEAR = 1_767_225_600
 
 
-def told(*events: Events, job: str = "RUNNING") -> tuple[types.Job, list[types.Task]]:
+def reported(*events: Events, job: str = "RUNNING") -> tuple[types.Job, list[types.Task]]:
     """A job and its tasks with these events: when, the state that a task went into, and the exit code with it."""
     tasks = []
     for number, of_task in enumerate(events):
@@ -132,29 +130,29 @@ NOT_THERE = EXIT_CODES[FailureClass.NETWORK]
     ],
     ids=["no machine again", "not begun again", "its time is over", "it waited for a peer", "in its second life"],
 )
-def test_a_task_that_waited_in_vain_was_neither_preempted_nor_too_slow(events: Events, codes: dict[int, int]) -> None:
+def test_timeout_at_a_barrier_is_a_network_fault(events: Events, codes: dict[int, int]) -> None:
     """A preemption is restarted free, and Batch has one code for a job's time and a barrier's."""
-    assert seen(*told(events, job="FAILED")).exit_codes == codes
+    assert seen(*reported(events, job="FAILED")).exit_codes == codes
 
 
-def test_peers_of_a_failed_node_and_last_lines_have_a_moment_to_come() -> None:
-    job = told([BEGAN, (10, "FAILED", 44)], [BEGAN])
+def test_peers_and_last_lines_have_time_after_a_failed_node() -> None:
+    job = reported([BEGAN, (10, "FAILED", 44)], [BEGAN])
     assert [seen(*job, now=now, grace=60).state.is_live for now in (60, 71)] == [True, False]
-    job = told([BEGAN, (10, "SUCCEEDED", None)], job="SUCCEEDED")
+    job = reported([BEGAN, (10, "SUCCEEDED", None)], job="SUCCEEDED")
     assert [seen(*job, now=now, settle=10).state.is_live for now in (15, 21)] == [True, False]
 
 
 # --- submitting -------------------------------------------------------------------------------------------------------
 
 
-def test_a_create_whose_answer_is_lost_and_two_who_submit_at_once_make_one_job(cloud: Cloud) -> None:
+def test_lost_answer_or_two_submitters_make_one_job(cloud: Cloud) -> None:
     cloud.refuse("CreateJob", grpc.StatusCode.UNAVAILABLE, times=2, after=True)
     with ThreadPoolExecutor(4) as pool:
         ids = set(pool.map(lambda _: submitted(platform_of()), range(4)))
     assert list(ids) == list(cloud.records)
 
 
-def test_a_platform_that_does_not_answer_is_waited_for_and_a_cancel_can_be_repeated(cloud: Cloud) -> None:
+def test_cancel_can_be_repeated_when_batch_did_not_answer(cloud: Cloud) -> None:
     platform = platform_of()
     job_id = submitted(platform)
     cloud.refuse("GetJob", grpc.StatusCode.INTERNAL)
@@ -177,7 +175,7 @@ def test_a_job_without_quota_waits_says_so_and_can_be_cancelled(cloud: Cloud) ->
     assert platform.status(job_id).state is JobState.CANCELLED
 
 
-def test_what_batch_refuses_is_told_with_its_reason(cloud: Cloud) -> None:
+def test_refusal_of_batch_has_its_reason(cloud: Cloud) -> None:
     with pytest.raises(PlatformRefused, match=r"batch\.jobs\.create.*roles/batch\.jobsEditor"):
         submitted(platform_of(project="other-project"))
     with pytest.raises(PlatformRefused, match="no image"):
@@ -185,7 +183,7 @@ def test_what_batch_refuses_is_told_with_its_reason(cloud: Cloud) -> None:
     assert cloud.records == {}
 
 
-def test_who_has_no_access_credentials_or_extra_is_told_what_to_do(
+def test_missing_access_credentials_or_extra_has_a_fix(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cloud.refuse("ListJobs", grpc.StatusCode.PERMISSION_DENIED)
@@ -203,7 +201,7 @@ def test_who_has_no_access_credentials_or_extra_is_told_what_to_do(
 # --- its log ----------------------------------------------------------------------------------------------------------
 
 
-def test_lines_that_come_late_and_in_disorder_are_read_once_on_more_than_a_page(cloud: Cloud) -> None:
+def test_late_and_unordered_lines_are_read_once(cloud: Cloud) -> None:
     platform = platform_of()
     job_id = submitted(platform)
     # Nodes are told apart above ten.
@@ -220,9 +218,10 @@ def test_lines_that_come_late_and_in_disorder_are_read_once_on_more_than_a_page(
     assert platform.logs(job_id, position).lines == ()
 
 
-def test_lines_of_several_lines_and_of_json_arrive_as_text_and_what_cannot_be_read_is_asked_for_again(
+def test_multiline_and_json_entries_arrive_as_text(
     cloud: Cloud,
 ) -> None:
+    """Entries that cannot be read are read again."""
     platform = platform_of()
     job_id = submitted(platform)
     row = {"step": 3, "loss": 2.5, "more": {"list": [1, None, True]}}
@@ -232,8 +231,8 @@ def test_lines_of_several_lines_and_of_json_arrive_as_text_and_what_cannot_be_re
     with pytest.raises(PlatformUnreachable, match="reading the log"):
         platform.logs(job_id)
     page = platform.logs(job_id)
-    one, two, said, structured = [line.text for line in page.lines]
-    assert (one, two, said, json.loads(structured)) == ("two", "lines", "said", row)
+    first, second, message, structured = [line.text for line in page.lines]
+    assert (first, second, message, json.loads(structured)) == ("two", "lines", "said", row)
     another_life = json.loads(page.position) | {"uid": "somebody-else", "newest": "2999-01-01T00:00:00+00:00"}
     assert platform.logs(job_id, json.dumps(another_life)).lines == page.lines
 
@@ -255,29 +254,27 @@ def test_every_node_learns_its_rank_and_where_node_0_is(samples: bool, tmp_path:
     nodes = vms_of(tmp_path, nodes=3)
     for vm in nodes:
         for name in () if samples else ("BATCH_NODE_INDEX", "BATCH_MAIN_NODE_HOSTNAME"):
-            del vm.told[name]
+            del vm.variables[name]
         assert vm.run(print, contained=False) == 0
     assert [vm.node["LITGPT_NODE_RANK"] for vm in nodes] == ["0", "1", "2"]
     assert {vm.node["LITGPT_MASTER"] for vm in nodes} == {"10.0.0.2:29500"}
 
 
-def test_a_container_s_gpus_are_set_up_before_it_and_on_cos_the_firewall_lets_peers_in_alone(tmp_path: Path) -> None:
+def test_gpus_and_cos_firewall_are_set_up_before_the_container(tmp_path: Path) -> None:
     vm, _ = vms_of(tmp_path / "debian", machine="g2-standard-24")
     assert vm.run(print, contained=False) == 0
     assert "nvidia-ctk runtime configure --runtime=docker" in vm.commands
     vm, _ = vms_of(tmp_path / "cos", machine="g2-standard-24", os="cos")
     assert vm.run(print, contained=False) == 0
     opened = [line.split() for line in vm.commands if line.startswith("iptables")]
-    assert [words[words.index("-s") + 1] for words in opened] == ["10.0.0.2", "10.0.0.3"]
+    assert [command[command.index("-s") + 1] for command in opened] == ["10.0.0.2", "10.0.0.3"]
 
 
 @pytest.mark.parametrize(
     ("os", "lacks", "code"),
     [("debian", "bin/nvidia-ctk", "toolkit"), ("cos", "var/lib/nvidia/lib64/libcuda.so.1", "libcuda")],
 )
-def test_a_vm_that_cannot_give_gpus_to_containers_is_a_node_fault_that_says_why(
-    os: str, lacks: str, code: str, tmp_path: Path
-) -> None:
+def test_vm_without_gpus_for_containers_is_a_node_fault(os: str, lacks: str, code: str, tmp_path: Path) -> None:
     vm, _ = vms_of(tmp_path, machine="g2-standard-24", os=os)
     (vm.folder / lacks).unlink()
     lines: list[str] = []

@@ -56,7 +56,8 @@ def rendered(case: str, **changes: Any) -> Submission:
     return BatchPlatform(settings).render(job_of(settings, **changes))
 
 
-def test_the_submission_is_the_golden_one_and_others_differ_from_it_in_these_fields_alone() -> None:
+def test_submissions_are_golden() -> None:
+    """The others differ from the golden submission only in the recorded fields."""
     require_golden("batch/gpus.yaml", str(rendered("gpus")))
     found = {}
     for case in [case for case in CASES if case != "gpus"]:
@@ -66,7 +67,7 @@ def test_the_submission_is_the_golden_one_and_others_differ_from_it_in_these_fie
     assert {path.stem for path in (GOLDEN / "batch").iterdir()} == {"gpus", "differences"}
 
 
-def test_a_job_is_of_the_client_s_own_types_and_its_nodes_run_at_once_and_none_is_restarted_without_its_peers() -> None:
+def test_nodes_start_together_and_restart_only_alone() -> None:
     """Otherwise the first would wait for the others forever, or one that comes back find no peers."""
     from google.cloud import batch_v1
 
@@ -74,7 +75,7 @@ def test_a_job_is_of_the_client_s_own_types_and_its_nodes_run_at_once_and_none_i
         submission, nodes = rendered(case), settings_of(**options).nodes
         batch_v1.Job.from_json(json.dumps(submission.body["job"]))  # an unknown field would be refused
         found = BatchPlatform(settings_of(**options)).check(submission)
-        assert [str(one) for one in found if one.severity == "error"] == [], case
+        assert [str(finding) for finding in found if finding.severity == "error"] == [], case
         [group] = submission.body["job"]["taskGroups"]
         assert (group["taskCount"], group["parallelism"], group["taskCountPerNode"]) == (nodes, nodes, 1)
         assert group.get("requireHostsFile", False) == (nodes > 1)
@@ -83,12 +84,12 @@ def test_a_job_is_of_the_client_s_own_types_and_its_nodes_run_at_once_and_none_i
 
 
 @pytest.mark.parametrize("case", ["gpus", "cos", "one", "nfs"])
-def test_a_container_may_do_no_more_than_its_network_and_its_gpus_need(case: str) -> None:
-    words = shlex.split(container_of(rendered(case).body)["options"])
-    assert ("--network=host" in words) == (settings_of(**CASES[case]).nodes > 1), "one node listens to itself alone"
+def test_container_has_only_the_rights_it_needs(case: str) -> None:
+    options = shlex.split(container_of(rendered(case).body)["options"])
+    assert ("--network=host" in options) == (settings_of(**CASES[case]).nodes > 1), "one node listens to itself alone"
     confined = {"--cap-drop=ALL", "--security-opt=no-new-privileges"}
-    assert confined & set(words) == (set() if "--privileged" in words else confined)
-    assert ("--privileged" in words) == (CASES[case].get("os") == "cos"), "only there is no toolkit that gives GPUs"
+    assert confined & set(options) == (set() if "--privileged" in options else confined)
+    assert ("--privileged" in options) == (CASES[case].get("os") == "cos"), "only there is no toolkit that gives GPUs"
 
 
 @given(st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=4))
@@ -124,7 +125,7 @@ SECRET = "projects/p/secrets/registry/versions/latest"
 
 def found(settings: BatchPlatformConfig, **changes: Any) -> dict[str, Finding]:
     platform = BatchPlatform(settings)
-    return {one.code: one for one in platform.check(platform.render(job_of(settings, **changes)))}
+    return {finding.code: finding for finding in platform.check(platform.render(job_of(settings, **changes)))}
 
 
 @pytest.mark.parametrize(
@@ -154,15 +155,15 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], named: str
         ({**L4, "boot_image": "projects/cos-cloud/global/images/cos-125"}, "batch.cos", "platform.os=cos"),
     ],
 )
-def test_what_would_go_wrong_is_found_with_what_to_do(changes: dict[str, Any], code: str, fix: str) -> None:
+def test_check_finds_mistakes_with_fixes(changes: dict[str, Any], code: str, fix: str) -> None:
     assert fix in found(settings_of(**changes))[code].fix
 
 
 @pytest.mark.parametrize("setting", [{"secrets": {"KEY": "hunter2"}}, {"registry_password": "hunter2"}])
-def test_a_secret_s_value_is_not_shown_where_its_name_should_stand(setting: dict[str, Any]) -> None:
-    given = {"kind": "batch", "project": "my-project", "location": "us-central1", **L4, **setting}
+def test_secret_in_place_of_its_name_is_not_shown(setting: dict[str, Any]) -> None:
+    section = {"kind": "batch", "project": "my-project", "location": "us-central1", **L4, **setting}
     with pytest.raises(ConfigProblem, match="is not the name of a secret") as caught:
-        validated(RunConfig, {"platform": given}, where="run.yaml")
+        validated(RunConfig, {"platform": section}, where="run.yaml")
     assert "hunter2" not in str(caught.value)
 
 

@@ -46,7 +46,7 @@ def end_of(platform: LocalPlatform, job_id: JobId) -> JobStatus:
     return platform.status(job_id)
 
 
-def said(platform: LocalPlatform, job_id: JobId) -> list[str]:
+def printed_lines(platform: LocalPlatform, job_id: JobId) -> list[str]:
     return [line.text for line in platform.logs(job_id).lines]
 
 
@@ -55,8 +55,8 @@ STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print
 
 
 def test_the_port_of_a_job_is_nobody_elses_while_it_is_reserved() -> None:
-    with reserved_ports() as port, reserved_ports() as other, socket.socket() as asking:
-        assert {port, port + 1}.isdisjoint({other, other + 1})
+    with reserved_ports() as port, reserved_ports() as other_port, socket.socket() as asking:
+        assert {port, port + 1}.isdisjoint({other_port, other_port + 1})
         with pytest.raises(OSError, match="in use"):
             asking.bind(("127.0.0.1", port))
         with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
@@ -67,36 +67,32 @@ def test_emptied_bucket_gets_a_new_job_without_the_old_log(tmp_path: Path, monke
     """The job's folder is on this machine, so it outlives the root; the attempt made anew is number 1 too."""
     monkeypatch.setenv("TRAIN_LITGPT_HOME", str(tmp_path))
     platform = LocalPlatform(LocalPlatformConfig(kind="local"))
-    asked = job(tmp_path, directory="gs://bucket/runs/demo/attempts/1", nonce="aaaaaa")
-    old = platform.submit(replace(plain(platform, tmp_path, "print('old')"), job_id=platform.render(asked).job_id))
+    requested = job(tmp_path, directory="gs://bucket/runs/demo/attempts/1", nonce="aaaaaa")
+    old = platform.submit(replace(plain(platform, tmp_path, "print('old')"), job_id=platform.render(requested).job_id))
     assert end_of(platform, old).state is JobState.SUCCEEDED
-    new = platform.render(replace(asked, nonce="bbbbbb")).job_id
-    assert (platform.status(new).state, said(platform, old)) == (JobState.ABSENT, ["old"])
-    assert not platform.owns_job_id(old, attempt_name=Path(new).name, directory=asked.directory)
+    new = platform.render(replace(requested, nonce="bbbbbb")).job_id
+    assert (platform.status(new).state, printed_lines(platform, old)) == (JobState.ABSENT, ["old"])
+    assert not platform.owns_job_id(old, attempt_name=Path(new).name, directory=requested.directory)
 
 
-def test_a_job_of_a_bucket_lives_under_the_state_and_every_node_gets_its_rank_and_one_master(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_job_of_a_bucket_has_a_local_folder_and_one_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAIN_LITGPT_HOME", str(tmp_path))
     platform = LocalPlatform(LocalPlatformConfig(kind="local"))
-    asked = job(tmp_path, name="owt-1a2b", attempt=3, directory="gs://bucket/runs/x", nodes=3)
-    submission = platform.render(asked)
+    requested = job(tmp_path, name="owt-1a2b", attempt=3, directory="gs://bucket/runs/x", nodes=3)
+    submission = platform.render(requested)
     assert submission.job_id == str(tmp_path / "jobs" / "owt-1a2b-3-000000")
     commands = [" ".join(node["argv"]) for node in submission.body["nodes"]]
     assert all(f"--nodes 3 --node-rank {number} " in command for number, command in enumerate(commands))
     assert len({command.partition("--master ")[2].split()[0] for command in commands}) == 1
     with pytest.raises(ConfigProblem, match=r"(?s)'my-key' cannot be an environment variable.*GLOO_SOCKET_IFNAME=eth0"):
-        platform.render(replace(asked, env={"GLOO_SOCKET_IFNAME": "eth0", "my-key": "1"}))
+        platform.render(replace(requested, env={"GLOO_SOCKET_IFNAME": "eth0", "my-key": "1"}))
 
 
-def test_what_stands_in_the_way_is_found_beforehand_and_refused_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_obstacles_are_found_refused_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     (tmp_path / "file").touch()
-    with socket.create_server(("", 0)) as other:
-        platform = LocalPlatform(LocalPlatformConfig(kind="local", port=other.getsockname()[1]))
+    with socket.create_server(("", 0)) as listener:
+        platform = LocalPlatform(LocalPlatformConfig(kind="local", port=listener.getsockname()[1]))
         submission = platform.render(job(tmp_path / "file" / "a", processes=5000, secrets=("MY_KEY",)))
         found = {finding.code for finding in platform.check(submission)}
         with pytest.raises(PlatformRefused, match=rf"in use by process {os.getpid()} .*platform\.port"):
@@ -115,17 +111,15 @@ def test_what_stands_in_the_way_is_found_beforehand_and_refused_and_leaves_nothi
 def test_submitters_at_the_same_moment_start_one_job(platform: LocalPlatform, tmp_path: Path) -> None:
     submission = plain(platform, tmp_path / "a", "open('started', 'a').write('x'); " + SLEEP)
     with ThreadPoolExecutor(6) as pool:
-        other = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
-        ids = set(pool.map(lambda _: other.submit(submission), range(6)))
+        second_platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+        ids = set(pool.map(lambda _: second_platform.submit(submission), range(6)))
     assert ids == {submission.job_id}
     until((tmp_path / "started").exists)
     platform.cancel(submission.job_id)
     assert (tmp_path / "started").read_text() == "x"
 
 
-def test_a_job_whose_submitter_died_before_it_began_is_started_and_an_ended_one_is_not_again(
-    platform: LocalPlatform, tmp_path: Path
-) -> None:
+def test_submit_starts_a_recorded_job_but_not_an_ended_one(platform: LocalPlatform, tmp_path: Path) -> None:
     """And a process that a node leaves behind is ended with the job."""
     leaves = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}], start_new_session=True)"
     submission = plain(platform, tmp_path / "a", f"print('once'); {leaves}")
@@ -136,22 +130,21 @@ def test_a_job_whose_submitter_died_before_it_began_is_started_and_an_ended_one_
     assert processes_with_env(JOB_TAG, submission.job_id) == []
     assert platform.submit(submission) == submission.job_id
     assert platform.status(submission.job_id) == first
-    assert said(platform, submission.job_id) == ["once"]
+    assert printed_lines(platform, submission.job_id) == ["once"]
 
 
-def test_a_progress_bar_is_its_last_state_and_bytes_that_are_no_text_are_shown(tmp_path: Path) -> None:
+def test_log_shows_the_last_state_of_a_progress_bar(tmp_path: Path) -> None:
+    """Bytes that are not text are shown too."""
     (tmp_path / "submission.json").write_text('{"body": {"nodes": [{}]}}')
     (tmp_path / "node-0.log").write_bytes(b"10%\r 50%\r100%\nplain\r\n\xff\xfe\nunfinished")
     platform = LocalPlatform(LocalPlatformConfig(kind="local"))
-    assert said(platform, JobId(str(tmp_path))) == ["100%", "plain", "\ufffd\ufffd", "unfinished"]
+    assert printed_lines(platform, JobId(str(tmp_path))) == ["100%", "plain", "\ufffd\ufffd", "unfinished"]
 
 
 # --- the end of a job -------------------------------------------------------------------------------------------------
 
 
-def test_the_nodes_left_over_from_one_that_failed_or_did_not_start_are_ended(
-    platform: LocalPlatform, tmp_path: Path
-) -> None:
+def test_peers_of_a_failed_node_are_ended(platform: LocalPlatform, tmp_path: Path) -> None:
     failing = platform.submit(plain(platform, tmp_path / "a", "raise SystemExit(43)", SLEEP))
     lame = plain(platform, tmp_path / "b", SLEEP, SLEEP)
     lame.body["nodes"][1]["argv"][0] = str(tmp_path / "no-python")
@@ -163,13 +156,13 @@ def test_the_nodes_left_over_from_one_that_failed_or_did_not_start_are_ended(
     assert processes_with_env(JOB_TAG, failing) == processes_with_env(JOB_TAG, lame.job_id) == []
 
 
-def test_a_cancelled_job_may_save_and_who_will_not_go_is_killed(platform: LocalPlatform, tmp_path: Path) -> None:
+def test_cancelled_job_may_save_before_it_is_killed(platform: LocalPlatform, tmp_path: Path) -> None:
     saves = f"""
 import pathlib, signal, sys
 def save(*_): pathlib.Path('saved').touch(); sys.exit(45)
 signal.signal(signal.SIGTERM, save); print('up', flush=True); {SLEEP}"""
     job_id = platform.submit(plain(platform, tmp_path / "a", saves, STUBBORN))
-    until(lambda: len(said(platform, job_id)) == 2)
+    until(lambda: len(printed_lines(platform, job_id)) == 2)
     platform.cancel(job_id)
     assert processes_with_env(JOB_TAG, job_id) == []
     assert (tmp_path / "saved").exists()
@@ -190,28 +183,26 @@ from launcher.job import Submission
 from launcher.platforms import default_settings
 default_settings().open().submit(Submission(platform='local', **json.loads(sys.argv[1])))
 os.killpg(0, signal.SIGKILL)"""
-    told = json.dumps({"job_id": submission.job_id, "body": submission.body})
-    subprocess.run([sys.executable, "-c", submitter, told], start_new_session=True, check=False)
+    document = json.dumps({"job_id": submission.job_id, "body": submission.body})
+    subprocess.run([sys.executable, "-c", submitter, document], start_new_session=True, check=False)
     assert platform.status(submission.job_id).state is JobState.RUNNING
     assert platform.submit(submission) == submission.job_id
     (tmp_path / "go").touch()
     assert end_of(platform, submission.job_id).state is JobState.SUCCEEDED
-    assert said(platform, submission.job_id) == ["done"]
+    assert printed_lines(platform, submission.job_id) == ["done"]
 
 
-def test_a_job_whose_supervisor_was_killed_has_failed_and_cancelling_sweeps_it_and_no_other_process(
-    platform: LocalPlatform, tmp_path: Path
-) -> None:
+def test_job_without_supervisor_failed_and_cancel_kills_only_it(platform: LocalPlatform, tmp_path: Path) -> None:
     job_id = platform.submit(plain(platform, tmp_path / "a", SLEEP, SLEEP))
     until(lambda: len(processes_with_env(JOB_TAG, job_id)) == 3)
     record = tmp_path / "a" / "supervisor.json"
-    told = json.loads(record.read_text())
-    os.kill(told["pid"], signal.SIGKILL)
+    supervisor = json.loads(record.read_text())
+    os.kill(supervisor["pid"], signal.SIGKILL)
     lost = end_of(platform, job_id)
     assert (lost.state, lost.native) == (JobState.FAILED, "supervisor lost")
     assert len(processes_with_env(JOB_TAG, job_id)) == 2
     with subprocess.Popen([sys.executable, "-c", SLEEP]) as bystander:  # whose pid was the supervisor's
-        record.write_text(json.dumps({**told, "pid": bystander.pid}))
+        record.write_text(json.dumps({**supervisor, "pid": bystander.pid}))
         platform.cancel(job_id)
         assert bystander.poll() is None
         bystander.kill()
@@ -235,13 +226,15 @@ def test_ranks_find_a_secret_that_nothing_shows(
     submission = platform.render(job(tmp_path / "a", nodes=1, program=(str(script),), secrets=("MY_KEY",)))
     assert "MY_KEY" in str(submission)
     assert end_of(platform, platform.submit(submission)).state is JobState.SUCCEEDED
-    assert any(line.endswith(f"checksum {zlib.crc32(SECRET.encode())}") for line in said(platform, submission.job_id))
+    assert any(
+        line.endswith(f"checksum {zlib.crc32(SECRET.encode())}") for line in printed_lines(platform, submission.job_id)
+    )
     files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
     assert len(files) > 5
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []
 
 
-def test_ranks_have_no_key_to_prefects_server_unless_the_job_names_it(
+def test_ranks_have_prefects_key_only_if_the_job_names_it(
     platform: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = ["PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"]
@@ -251,7 +244,7 @@ def test_ranks_have_no_key_to_prefects_server_unless_the_job_names_it(
     submission.body["secrets"].append(keys[0])
     submission.body["nodes"][0]["env"][keys[1]] = "mine"
     end_of(platform, platform.submit(submission))
-    assert said(platform, submission.job_id) == ["the server's mine none"]
+    assert printed_lines(platform, submission.job_id) == ["the server's mine none"]
 
 
 def test_other_users_cannot_look_into_a_job(platform: LocalPlatform, tmp_path: Path) -> None:
@@ -271,6 +264,6 @@ def test_attempt_is_refused_beside_a_live_one_of_its_run(platform: LocalPlatform
     platform.submit(beside)
     platform.cancel(first)
     platform.submit(second)
-    assert [platform.status(one.job_id).state.is_live for one in (beside, second)] == [True, True]
+    assert [platform.status(rival.job_id).state.is_live for rival in (beside, second)] == [True, True]
     for submission in (beside, second):
         platform.cancel(submission.job_id)

@@ -49,17 +49,19 @@ def rendered(options: dict[str, Any], **changes: Any) -> Submission:
     return RunaiPlatform(config).render(job_of(**{"nodes": config.nodes, "processes": config.processes, **changes}))
 
 
-def test_what_is_sent_is_golden_and_other_submissions_differ_from_it_in_these_fields_alone() -> None:
+def test_submissions_are_golden() -> None:
+    """The others differ from the golden submissions only in the recorded fields."""
     bases = {way: rendered({**WAYS[way], **SCRATCH}) for way in WAYS}
     for way, base in bases.items():
         require_golden(f"runai/{way}.yaml", str(base))
-    asked = {f"{way}-{name}": (way, {**WAYS[way], **variant}) for way in WAYS for name, variant in VARIANTS.items()}
-    asked |= {"rest-queued": ("rest", {**WAYS["rest"], **QUEUED})}
-    asked |= {
-        f"config-{name}": ("rest" if "url" in one else "v2", {**WAYS["v2"], **one}) for name, one in SHIPPED.items()
+    cases = {f"{way}-{name}": (way, {**WAYS[way], **variant}) for way in WAYS for name, variant in VARIANTS.items()}
+    cases |= {"rest-queued": ("rest", {**WAYS["rest"], **QUEUED})}
+    cases |= {
+        f"config-{name}": ("rest" if "url" in section else "v2", {**WAYS["v2"], **section})
+        for name, section in SHIPPED.items()
     }
     found = {
-        name: {"from": way, **differences(bases[way], rendered(options))} for name, (way, options) in asked.items()
+        name: {"from": way, **differences(bases[way], rendered(options))} for name, (way, options) in cases.items()
     }
     avoiding = rendered({**WAYS["rest"], **SCRATCH}, exclude_nodes=("gpu-bad-1", "gpu-bad-2"))
     require_differences("runai/differences.yaml", {**found, "rest-avoiding": differences(bases["rest"], avoiding)})
@@ -76,24 +78,24 @@ def test_no_quoting_can_harm_an_argument_or_a_variable(way: str, argument: str, 
     sent = rendered(WAYS[way], program=("script.py", argument), env={"ASKED": value}).body["sent"]
     if way == "rest":
         spec = sent["json"]["spec"]
-        words = [spec["command"], *spec["args"].split(" ")]
-        variables = {one["name"]: one.get("value") for one in spec["environmentVariables"]}
+        command = [spec["command"], *spec["args"].split(" ")]
+        variables = {variable["name"]: variable.get("value") for variable in spec["environmentVariables"]}
     else:
         argv = sent["argv"]
-        words = argv[argv.index("--") + 1 :]
+        command = argv[argv.index("--") + 1 :]
         pairs = [argv[place + 1] for place, word in enumerate(argv[: argv.index("--")]) if word == "-e"]
         variables = dict(pair.split("=", 1) for pair in pairs)
-    assert all(plain(word) for word in words)
-    assert shlex.split(" ".join(words)) == words
+    assert all(plain(word) for word in command)
+    assert shlex.split(" ".join(command)) == command
     found = dict(variables)
-    assert unpack(words[4:], found)[-2:] == ["script.py", argument]
+    assert unpack(command[4:], found)[-2:] == ["script.py", argument]
     assert found["ASKED"] == value
 
 
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
-def test_a_flag_that_the_program_has_not_got_is_named_with_its_setting() -> None:
+def test_missing_flag_is_named_with_its_setting() -> None:
     for setting in ({"priority": "high"}, {"uid": 1000}, {"preemptible": True}, {"secrets": {"KEY": "name/key"}}):
         with pytest.raises(ConfigProblem, match=rf"platform\.{next(iter(setting))} needs .*platform\.url"):
             rendered({**WAYS["v1"], **setting})
@@ -105,12 +107,12 @@ def test_names_that_cannot_be_pods_are_refused_beforehand() -> None:
 
 
 def test_there_is_one_rank_per_gpu() -> None:
-    asked = ({"gpus": 8}, {"gpus": 8, "processes": 4}, {}, {"gpus": 0.5, "nodes": 1})
-    assert [settings_of(**one).processes for one in asked] == [8, 4, 1, 1]
+    sections = ({"gpus": 8}, {"gpus": 8, "processes": 4}, {}, {"gpus": 0.5, "nodes": 1})
+    assert [settings_of(**section).processes for section in sections] == [8, 4, 1, 1]
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"gpus": 0.5}, "NCCL wants a GPU of its own for each rank; give whole GPUs, or one node"),
         ({"api": "rest"}, "platform.api=rest needs platform.url"),
@@ -120,10 +122,10 @@ def test_there_is_one_rank_per_gpu() -> None:
         ({"secrets": {"KEY": "wandb"}}, "name a Kubernetes secret of the project and its entry"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_fix(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError) as told:
+def test_impossible_settings_are_refused_with_a_fix(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
         settings_of(**changes)
-    assert words in str(told.value)
+    assert message in str(caught.value)
 
 
 @given(project=st.from_regex(r"[a-z]([a-z0-9-]{0,20}[a-z0-9])?", fullmatch=True), nodes=st.integers(1, 99), folder=TEXT)

@@ -52,11 +52,11 @@ def settings_of(**changes: Any) -> SlurmPlatformConfig:
 
 
 def job_of(folder: Path | str, **changes: Any) -> Job:
-    asked: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "name": "owt-1a2b", "attempt": 1, "nodes": 2, "processes": 1, "program": ("-m", "litgpt_demo", "train"),
         "directory": f"{folder}/attempts/1",
     }  # fmt: skip
-    return Job(**{**asked, **changes})
+    return Job(**{**fields, **changes})
 
 
 @pytest.fixture
@@ -64,23 +64,23 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
     """What each command answers: a text, or a text and an exit code. Returns the commands that were run."""
 
     def answering(**answers: str | tuple[str, int]) -> list[list[str]]:
-        asked: list[list[str]] = []
+        commands: list[list[str]] = []
 
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
             program = command
             if command[0] == "ssh" and "ssh" not in answers:  # what the login node's shell does
                 program = shlex.split(command[-1])
             in_seconds = len(program) > 2 and "SLURM_TIME_FORMAT=%s" in program[2]
-            asked.append(program := program[4:] if program[0] == "sh" else program)
-            told = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(program[0], "")
-            text, code = (told, 0) if isinstance(told, str) else told
+            commands.append(program := program[4:] if program[0] == "sh" else program)
+            answer = {"id": "me\n", "sacct": (NO_ACCOUNTS, 1), **answers}.get(program[0], "")
+            text, code = (answer, 0) if isinstance(answer, str) else answer
             if not in_seconds:
                 text = text.replace(str(START), datetime.fromtimestamp(START, CLUSTER).strftime("%Y-%m-%dT%H:%M:%S"))
             return subprocess.CompletedProcess(command, code, text if code == 0 else "", text if code else "")
 
         monkeypatch.setattr("launcher.platforms.slurm.platform.subprocess.run", run)
         monkeypatch.setattr("launcher.platforms.slurm.platform.shutil.which", lambda name: f"/usr/bin/{name}")
-        return asked
+        return commands
 
     return answering
 
@@ -111,7 +111,7 @@ def row(state: str, reason: str = "None", start: str = str(START), nodes: str = 
         ("apptainer", "/shared/runs/owt", {"gpus": 1, "container": "apptainer", "container_image": "/shared/a.sif"}),
     ],
 )  # fmt: skip
-def test_the_batch_script_is_the_golden_one(name: str, root: str, changes: dict[str, Any]) -> None:
+def test_batch_script_is_golden(name: str, root: str, changes: dict[str, Any]) -> None:
     settings = settings_of(**changes)
     image = f"registry.example/litgpt@sha256:{'0' * 64}" if name == "pyxis" else None
     job = job_of(root, processes=settings.processes, secrets=tuple(settings.secrets), image=image,
@@ -142,7 +142,7 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"time": "a day"}, "is not a time limit"),
         ({"time": "1", "grace": 60}, "not longer than platform.grace"),
@@ -156,8 +156,8 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
         ({"roce_interface": "eth1"}, "means nothing to platform.network=plain"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValidationError, match=words):
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
         settings_of(**changes)
 
 
@@ -191,7 +191,7 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("root", "changes", "programs", "words"),
+    ("root", "changes", "programs", "message"),
     [
         ("", {"venv": "/nosuch/venv"}, {}, "[slurm.venv] platform.venv=/nosuch/venv has no python"),
         ("", {}, {"python": "exit 127"}, "[slurm.venv] platform.venv is not set, and PATH has no python"),
@@ -204,7 +204,12 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
     ],
 )
 def test_job_that_cannot_start_its_nodes_says_why(
-    root: str, changes: dict[str, Any], programs: dict[str, str], words: str, slurm: Callable[..., Any], tmp_path: Path
+    root: str,
+    changes: dict[str, Any],
+    programs: dict[str, str],
+    message: str,
+    slurm: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
     """It is a user error, which no new attempt follows, wherever the run's folder is."""
     node, platform = SlurmNode(tmp_path / "node", **programs), SlurmPlatform(settings_of(**changes), settle=0)
@@ -212,11 +217,11 @@ def test_job_that_cannot_start_its_nodes_says_why(
     place = root if "://" in root else tmp_path / root
     assert node.run(platform.render(job_of(place)).body["script"]) == EXIT_CODES[FailureClass.USER]
     if not root:
-        assert words in (tmp_path / "attempts/1/node-0.log").read_text()
+        assert message in (tmp_path / "attempts/1/node-0.log").read_text()
     slurm(squeue=row("FAILED").replace("(null)", node.comment, 1))
     verdict = diagnose(platform.status(job_id_of(tmp_path)), [], [], logs="", nodes=2)
     assert (verdict.fault, verdict.action) == (FailureClass.USER, Action.STOP)
-    assert words in verdict.evidence
+    assert message in verdict.evidence
     assert verdict.evidence.endswith("(on n0)")
 
 
@@ -235,7 +240,7 @@ def test_nodes_have_every_secret(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "state", "codes"),
+    ("slurm_state", "state", "codes"),
     [
         ("RUNNING", JobState.RUNNING, {}),
         ("COMPLETING", JobState.RUNNING, {}),
@@ -251,12 +256,12 @@ def test_nodes_have_every_secret(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_each_state_of_slurm_has_one_meaning(
-    told: str, state: JobState, codes: dict[int, int], slurm: Callable[..., Any], tmp_path: Path
+    slurm_state: str, state: JobState, codes: dict[int, int], slurm: Callable[..., Any], tmp_path: Path
 ) -> None:
-    slurm(squeue=row(told))
+    slurm(squeue=row(slurm_state))
     platform = SlurmPlatform(settings_of(), settle=0)
     seen = platform.status(platform.render(job_of(tmp_path)).job_id)
-    assert (seen.state, seen.native, seen.exit_codes) == (state, f"{told} (job 9)", codes)
+    assert (seen.state, seen.native, seen.exit_codes) == (state, f"{slurm_state} (job 9)", codes)
 
 
 def test_end_that_a_node_reports_wins_over_slurms_word(slurm: Callable[..., Any], tmp_path: Path) -> None:
@@ -285,7 +290,7 @@ def test_job_succeeds_when_all_of_its_nodes_do(
 
 
 @pytest.mark.parametrize(
-    ("reason", "words"),
+    ("reason", "message"),
     [
         ("Priority", "job 9: jobs of a higher priority come first"),
         ("AssocGrpGRES", "the account's or user's limit on all of its jobs together is reached"),
@@ -294,14 +299,14 @@ def test_job_succeeds_when_all_of_its_nodes_do(
         ("AReasonOfTomorrow", "Slurm says AReasonOfTomorrow"),
     ],
 )
-def test_a_job_that_waits_says_why_and_until_when(
-    reason: str, words: str, slurm: Callable[..., Any], tmp_path: Path
+def test_waiting_job_has_a_reason_and_an_expected_start(
+    reason: str, message: str, slurm: Callable[..., Any], tmp_path: Path
 ) -> None:
     slurm(squeue=row("PENDING", reason, nodes=""))
     platform = SlurmPlatform(settings_of())
     seen = platform.status(platform.render(job_of(tmp_path)).job_id)
     assert seen.state is JobState.PENDING
-    assert words in seen.reasons[0].what
+    assert message in seen.reasons[0].what
     assert seen.native == "PENDING (job 9), which Slurm expects to start at 2026-11-28 11:03 UTC"
     slurm(squeue=row("PENDING", reason, nodes="", start=str(START + 600)))
     assert SlurmPlatform(settings_of()).status(platform.render(job_of(tmp_path)).job_id).reasons == seen.reasons
@@ -350,12 +355,12 @@ def test_a_start_is_read_alike_in_every_time_zone(host: str | None, slurm: Calla
 
 
 def test_one_look_at_the_queue_answers_for_state_and_logs(slurm: Callable[..., Any], tmp_path: Path) -> None:
-    asked = slurm(squeue=row("RUNNING"))
+    commands = slurm(squeue=row("RUNNING"))
     platform = SlurmPlatform(settings_of())
     job_id = platform.render(job_of(tmp_path)).job_id
     platform.status(job_id)
     platform.logs(job_id)
-    assert [command[0] for command in asked].count("squeue") == 1
+    assert [command[0] for command in commands].count("squeue") == 1
 
 
 @pytest.fixture
@@ -443,9 +448,9 @@ def test_greeting_of_a_login_shell_is_no_partition(
     cluster: SlurmCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = cluster._sinfo
-    monkeypatch.setattr(cluster, "_sinfo", lambda *words: (0, f"Welcome!\n\n{answer(*words)[1]}"))
+    monkeypatch.setattr(cluster, "_sinfo", lambda *arguments: (0, f"Welcome!\n\n{answer(*arguments)[1]}"))
     platform = SlurmPlatform(settings_of(), settle=0)
-    assert not [one for one in platform.check(platform.render(job_of(tmp_path))) if one.severity == "error"]
+    assert not [finding for finding in platform.check(platform.render(job_of(tmp_path))) if finding.severity == "error"]
 
 
 def test_number_that_names_another_job_is_not_believed(cluster: SlurmCommands, tmp_path: Path) -> None:
@@ -456,7 +461,7 @@ def test_number_that_names_another_job_is_not_believed(cluster: SlurmCommands, t
     assert cluster.jobs[77].state == "RUNNING"
 
 
-def test_ended_job_of_a_deleted_root_is_not_taken_for_the_new_one(cluster: SlurmCommands, tmp_path: Path) -> None:
+def test_old_job_of_a_deleted_root_is_not_the_new_job(cluster: SlurmCommands, tmp_path: Path) -> None:
     cluster.keeps_accounts = True
     submitted(tmp_path / "old", nonce="aaaaaa", root="/root")
     cluster.jobs[77].state = "COMPLETED"
@@ -559,7 +564,7 @@ def job_id_of(folder: Path, **changes: Any) -> JobId:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind"),
+    ("message", "kind"),
     [
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
          PlatformUnreachable),
@@ -569,10 +574,10 @@ def job_id_of(folder: Path, **changes: Any) -> JobId:
          PlatformRefused),
     ],
 )  # fmt: skip
-def test_a_no_is_told_from_no_answer(
-    said: str, kind: type[Exception], slurm: Callable[..., Any], tmp_path: Path
+def test_refusal_differs_from_no_answer(
+    message: str, kind: type[Exception], slurm: Callable[..., Any], tmp_path: Path
 ) -> None:
-    slurm(sbatch=(said, 1))
+    slurm(sbatch=(message, 1))
     platform = SlurmPlatform(settings_of())
     with pytest.raises(kind, match="`sbatch` says"):
         platform.submit(platform.render(job_of(tmp_path)))
@@ -580,12 +585,12 @@ def test_a_no_is_told_from_no_answer(
     assert platform.status(platform.render(job_of(tmp_path)).job_id).state is JobState.ABSENT
 
 
-def test_a_login_node_is_reached_by_ssh_which_asks_nothing(slurm: Callable[..., Any], tmp_path: Path) -> None:
-    asked = slurm(ssh=("me@login: Permission denied (publickey).", 255))
+def test_ssh_to_a_login_node_never_prompts(slurm: Callable[..., Any], tmp_path: Path) -> None:
+    commands = slurm(ssh=("me@login: Permission denied (publickey).", 255))
     platform = SlurmPlatform(settings_of(host="me@login"))
     with pytest.raises(LoginProblem, match="Permission denied"):
         platform.check_access()
-    assert asked[0][:7] == ["ssh", "-o", "BatchMode=yes", "-o", "ForwardAgent=no", "--", "me@login"]
+    assert commands[0][:7] == ["ssh", "-o", "BatchMode=yes", "-o", "ForwardAgent=no", "--", "me@login"]
     slurm(ssh=("ssh: connect to host login port 22: Connection refused", 255))
     with pytest.raises(PlatformUnreachable):
         platform.check_access()
@@ -595,31 +600,29 @@ def test_login_node_of_a_record_needs_one_the_user_names(
     slurm: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever can write to the root can have a record name another host."""
-    asked, settings = slurm(), settings_of(host="me@evil.example")
+    commands, settings = slurm(), settings_of(host="me@evil.example")
     script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": settings.model_dump()}
     record = claim_of(ScriptConfig.model_validate(script)).reattach_or_create()
     attempts = Attempts(index=Index.of(str(tmp_path)), run=record.run)
-    asked.clear()
+    commands.clear()
     elsewhere = platform_opener(settings_of(host="me@login"))
     for known, opening in (("", attempts.open_platform), ("me@login", attempts.open_platform), ("", elsewhere)):
         monkeypatch.setenv("TRAIN_LITGPT_SLURM_HOST", known)
         with pytest.raises(ConfigProblem, match=r"export TRAIN_LITGPT_SLURM_HOST=me@evil\.example"):
             replace(attempts, open_platform=opening).cancel()
-    assert asked == []
+    assert commands == []
     assert replace(attempts, open_platform=platform_opener(settings)).last() is not None
     monkeypatch.setenv("TRAIN_LITGPT_SLURM_HOST", "me@evil.example")
     assert attempts.last() is not None
 
 
-def test_a_machine_without_slurm_says_where_to_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_a_login_node_when_slurm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.platforms.slurm.platform.shutil.which", lambda _: None)
     with pytest.raises(NotInstalled, match=r"login node.*platform\.host"):
         SlurmPlatform(settings_of()).check_access()
 
 
-def test_what_the_cluster_would_refuse_or_never_start_is_told_beforehand(
-    slurm: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_check_finds_jobs_that_slurm_refuses_or_never_starts(slurm: Callable[..., Any], tmp_path: Path) -> None:
     table = "main* up 2:00:00 3 (null)\nshort up 1:00 3 (null)\n"
     slurm(sinfo=table, sbatch=("allocation failure: Requested node configuration is not available", 1))
     platform = SlurmPlatform(settings_of(time="3:00:00"))
