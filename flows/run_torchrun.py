@@ -1,4 +1,4 @@
-"""Any script on several nodes, launched and watched as a training is, and the network benchmark, which is one."""
+"""Scripts on several nodes, launched and followed as trainings are, and the network benchmark, which is a script."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _FIGURES = f"node-0/{RESULT}"
 @flow(name="run-torchrun", persist_result=False, on_cancellation=[cancel_jobs])
 @with_config_parameters(ScriptConfig)
 async def run_torchrun(config: ScriptConfig) -> str:
-    """Run a script or module under torchrun on every node; each call is a new attempt, unless one lives already."""
+    """Run a script or module under torchrun on every node; each call is a new attempt, unless one is live."""
     return await run_script(config)
 
 
 async def run_script(config: ScriptConfig) -> str:
-    """Preflight, image, credentials, code, job; returns where the logs are. A job that lives is followed at once."""
-    # The code is read once for all steps; a resumed flow run keeps to that of the job that it has started.
-    mine = flow_runs()[0]
-    script = await asyncio.to_thread(lambda: script_of_flow_run(config, mine) or plan_script(config))
+    """Prepare and run a script, and return the address of its logs. A live job is followed at once."""
+    # The code is read once for all steps. A resumed flow run continues with the code of its job.
+    flow_run = flow_runs()[0]
+    script = await asyncio.to_thread(lambda: script_of_flow_run(config, flow_run) or plan_script(config))
     await name_flow_run(script.name)
     claim = claim_at(script)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
@@ -49,7 +49,7 @@ async def run_script(config: ScriptConfig) -> str:
     claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
-    get_run_logger().info("logs: %s", record.directory)  # a command prints where they are at its end
+    get_run_logger().info("logs: %s", record.directory)  # a command prints the address at its end
     index = claim.attempts.index
     if await asyncio.to_thread(index.announce, record.run, f"finished-{record.attempt}"):
         emit_milestone("run.finished", record.run, index.root.address(), logs=record.directory)
@@ -59,7 +59,7 @@ async def run_script(config: ScriptConfig) -> str:
 @flow(name="benchmark-network", persist_result=False, on_cancellation=[cancel_jobs])
 @with_config_parameters(BenchmarkConfig)
 async def benchmark_network(config: BenchmarkConfig) -> list[NetworkTestResult]:
-    """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes; the slow node is named."""
+    """Measure all-reduce among 2, 4, 8, … ranks and between pairs of nodes, and name the slow node."""
     await name_flow_run(config.name)
     attempts = [await run_script(job) for job in config.jobs()]
     made = await publish_benchmark(config.name, attempts)

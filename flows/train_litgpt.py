@@ -1,4 +1,4 @@
-"""The main job: raw text in, a verified checkpoint out; its first step on its own."""
+"""The pipeline of a training, from raw text to a verified model, and its first step alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tasks.steps import emit, emit_milestone, opaque
 from tasks.training import flow_runs, train
 
 PLANNED: ContextVar[Run | None] = ContextVar("planned", default=None)
-"""The run, where it is planned already: a sweep has read the corpus for all of its trials."""
+"""The planned run of a trial, because a sweep reads the corpus once for all of its trials."""
 ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda row: None)
 """Called with each row of a trial's metrics."""
 
@@ -35,17 +35,19 @@ ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda 
 @flow(name="train-litgpt", persist_result=False, on_cancellation=[cancel_jobs])
 @with_config_parameters(RunConfig)
 async def train_litgpt(config: RunConfig) -> FinalManifest:
-    """Prepare the data, pin the software, prove access, train, collect."""
-    # Each step finds itself done by its key, so that running again is free. A job that lives is followed: what only a
-    # submission needs (machines, image, access) is not looked at again.
-    mine = flow_runs()[0]
-    run = await asyncio.to_thread(lambda: run_of_flow_run(config, mine) or PLANNED.get() or plan_run(config))
+    """Prepare the data, pin the software, check access, train, collect.
+
+    A step that is done costs nothing when it is repeated. For a live job, nothing is checked that only a submission
+    needs: machines, image and access.
+    """
+    flow_run = flow_runs()[0]
+    run = await asyncio.to_thread(lambda: run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config))
     await name_flow_run(run.name)
     async with LiveReport(run) as page:
-        return await _carried_out(config, run, page)
+        return await _run_steps(config, run, page)
 
 
-async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
+async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
     inputs = partial(dataset.prepare_dataset, opaque(run.dataset), root=config.root, workers=config.workers)
@@ -65,7 +67,7 @@ async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalMa
     if config.evaluation is not None:
         final = await evaluate(run.storage.address(), config.evaluation)
     address = await publish_report(opaque(run), dataset=opaque(prepared), identity=identity, final=opaque(final))
-    get_run_logger().info("report: %s", address)  # a command prints where it is at its end
+    get_run_logger().info("report: %s", address)  # a command prints the address at its end
     if await asyncio.to_thread(claim.attempts.index.announce, run.name, f"finished-{final.step}"):
         emit_milestone(
             "run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address
@@ -74,7 +76,7 @@ async def _carried_out(config: RunConfig, run: Run, page: LiveReport) -> FinalMa
 
 
 async def train_planned(run: Run) -> FinalManifest:
-    """Train a run that is planned already."""
+    """Train a planned run."""
     PLANNED.set(run)
     final: FinalManifest = await train_litgpt(**dict(run.config))
     return final
@@ -83,7 +85,7 @@ async def train_planned(run: Run) -> FinalManifest:
 @flow(name="prepare-dataset", persist_result=False)
 @with_config_parameters(RunConfig, only=DATASET_FIELDS)
 async def prepare_dataset(config: RunConfig) -> DatasetManifest:
-    """Turn a corpus into train.bin and val.bin with a manifest, or find it done."""
+    """Convert a corpus to train.bin and val.bin with a manifest, unless they exist."""
     planned = await asyncio.to_thread(plan_dataset, config.data)
     await name_flow_run(f"prepare-{planned.name}-{planned.key}")
     for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):

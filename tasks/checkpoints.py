@@ -27,10 +27,10 @@ from tasks.steps import emit, step_task
 from tasks.training import run_job
 
 _HEAD_START = 8.0
-"""Seconds before the last step at which the process is started; its imports take six on an idle core."""
+"""Seconds before the last step at which the process starts, because its imports take six on an idle core."""
 LARGE = 10e9
-"""Bytes of weights in float32 from which on a job of the platform collects them: making a model of them takes three
-times their room on the disk, and proving it once their size in memory."""
+"""Bytes of weights in float32 from which on a job of the platform collects them: the export takes three times their
+size on disk, and its check their size in memory."""
 
 
 def is_collected_by_a_job(run: Run) -> bool:
@@ -39,10 +39,10 @@ def is_collected_by_a_job(run: Run) -> bool:
 
 
 class Collector:
-    """The process that collects a run's model: torch stays out of the orchestrator, and its memory goes with it.
+    """The process that collects a run's model, so that torch and its memory stay out of the orchestrator.
 
-    It is started a little before the training's last step, makes and proves the models while the job ends, and writes
-    them down when `collect` says that it has ended.
+    It starts shortly before the training's last step, makes and checks the models while the job ends, and stores them
+    when `collect` is called.
     """
 
     def __init__(self, run: Run) -> None:
@@ -51,13 +51,13 @@ class Collector:
         self._steps, self._begun = math.inf, False
 
     def close(self) -> None:
-        """End the process, if it is there, with nothing written down."""
+        """End the process, if it runs, before it stores anything."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
 
     def follow(self, row: Row) -> None:
-        """Take a row of the training's metrics, and get ready when it says that the end is near."""
+        """Take a row of the training's metrics, and start the process when the end is near."""
         match row:
             case {"kind": "start", "steps": int(steps)} if not is_collected_by_a_job(self._run):
                 self._steps = steps
@@ -68,7 +68,7 @@ class Collector:
                 self._start(begin=True)
 
     def _start(self, *, begin: bool = False) -> Child:
-        """Start the process, unless it is there: it imports what it needs, and waits until it shall `begin`."""
+        """Start the process, unless it runs. It imports its libraries, and waits for `begin`."""
         if self._process is None:
             command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", self._run.storage.address(), "--on-word"]
             self._process = Child(command, environ=environment_of_readers(os.environ))
@@ -79,12 +79,12 @@ class Collector:
         return self._process
 
     async def collect(self) -> FinalManifest:
-        """Let it collect; the job has ended."""
+        """Collect and return the models, after the job has ended."""
         process, self._process = self._start(begin=True), None
         process.write("finish")
         final, _ = await asyncio.gather(
             process.end(partial(exported, self._run.storage), on_progress=_show),
-            asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it next
+            asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it
         )
         return final
 
@@ -95,7 +95,7 @@ def _show(what: str, _: int | None) -> None:
 
 @step_task(Step.CHECKPOINTS.task)
 async def collect_checkpoints(run: Run, collector: Collector, *, image: str | None) -> FinalManifest:
-    """Collect the run's last checkpoint, or find it collected."""
+    """Collect the run's last checkpoint, unless it is collected already."""
     emit(StepStarted(step=Step.CHECKPOINTS, what="making and checking the models"))
     final = await asyncio.to_thread(exported, run.storage)
     reused = final is not None
@@ -113,34 +113,38 @@ async def collect_checkpoints(run: Run, collector: Collector, *, image: str | No
 
 
 async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, bool]:
-    """Collect under the run's lease; where another orchestrator has it, wait for what that one collects.
+    """Collect under the run's lease, or wait until another orchestrator has collected.
 
-    Returns what was collected, and whether that was done already, or by another one.
+    Returns the final manifest, and whether another orchestrator has written it.
     """
     with Lease(Index(run.root), run.name) as lease:
-        mine = False
-        while (done := await asyncio.to_thread(exported, run.storage)) is None and not mine:
-            if not (mine := await asyncio.to_thread(lease.take)):
-                # On a disk one process makes models of a run at a time: this one's must not keep the other's waiting.
-                await asyncio.to_thread(collector.close)
-                await asyncio.sleep(POLL_INTERVAL)
-        return (await collector.collect(), False) if done is None else (done, True)
+        while True:
+            is_leader = await asyncio.to_thread(lease.take)
+            final = await asyncio.to_thread(exported, run.storage)
+            if final is not None:
+                return final, True
+            if is_leader:
+                return await collector.collect(), False
+            # Only one process at a time makes models of a run on a disk: this one must not delay the leader's.
+            await asyncio.to_thread(collector.close)
+            await asyncio.sleep(POLL_INTERVAL)
 
 
 async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
-    """Collect as the run's next attempt, with one node: it is adopted, restarted and cancelled as the training is."""
+    """Collect in the run's next attempt, on one node: its job is restarted and cancelled like any other."""
     config, program = run.config, ("-m", "litgpt_demo", "collect", "--run", run.storage.address())
-    alone = replace(run, config=config.model_copy(update={"platform": config.platform.for_one_process()}))
+    collecting = replace(run, config=config.model_copy(update={"platform": config.platform.for_one_process()}))
 
     def make_job(attempt: int) -> Job:
-        return replace(alone.job(attempt=attempt, image=image), program=program, stage=())
+        return replace(collecting.job(attempt=attempt, image=image), program=program, stage=())
 
-    claim = replace(await asyncio.to_thread(claim_at, alone), make_job=make_job)
-    for _ in range(2):  # the first may be the training, which has saved all and has not ended
+    claim = replace(await asyncio.to_thread(claim_at, collecting), make_job=make_job)
+    for _ in range(2):  # the first may be the training's job, which has saved everything but has not ended
         await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restarts)
-        if (final := await asyncio.to_thread(exported, run.storage)) is not None:
+        final = await asyncio.to_thread(exported, run.storage)
+        if final is not None:
             return final
     raise DataError(
-        f"the job that collects {run.name} ended well, and {run.storage.address(FINAL)} is not whole",
+        f"the job that collects {run.name} ended well, but {run.storage.address(FINAL)} is incomplete",
         fix="run it again; if it ends so again, something removes files there",
     )

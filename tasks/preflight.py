@@ -27,7 +27,7 @@ from litgpt_demo.errors import Finding
 from litgpt_demo.export import finished
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import open_storage
-from tasks.steps import emit, step_task
+from tasks.steps import emit, step_task, warn
 from tasks.training import query_platform
 
 T = TypeVar("T")
@@ -71,7 +71,7 @@ async def preflight(claim: Claim, work: Run | Script) -> None:
         open_platform = claim.attempts.open_platform
         bad = await asyncio.to_thread(resolve_name_conflicts, claim.config, run=work.name, open_platform=open_platform)
         if bad:
-            emit(Note(what=str(bad), severity="warning"))
+            warn(str(bad))
     if claim.config.start.others != "cancel":
         await check()
 
@@ -101,30 +101,30 @@ def _report_stopped(problem: str) -> None:
 
 @step_task("preflight")
 async def report_findings(find: Callable[[], Sequence[Finding]], *, artifact: str) -> None:
-    """Look, and show every finding; errors refuse the run. A platform or bucket that does not answer is asked again."""
-    # Some repeat what a service or a program said, and Prefect keeps them.
+    """Run the checks and show every finding. Errors refuse the run; a platform that does not answer is retried."""
+    # Some findings quote a service or a program, and Prefect stores them.
     findings = [
         replace(finding, what=redacted(finding.what), fix=redacted(finding.fix))
         for finding in await asyncio.to_thread(find)
     ]
     for finding in findings:
-        if finding.severity == "warning":  # errors are the exception's message, and good news is in the table
-            emit(Note(what=str(finding), severity=finding.severity))
+        if finding.severity == "warning":  # errors are in the exception's message, and the others in the table
+            warn(str(finding))
     if findings:
         columns = ("severity", "code", "what", "fix")
         table = [{name: getattr(finding, name) for name in columns} for finding in findings]
-        shown = "What was found before anything was started"
-        await acreate_table_artifact(table, key=f"preflight-{artifact}", description=shown)
+        description = "Findings of the preflight"
+        await acreate_table_artifact(table, key=f"preflight-{artifact}", description=description)
     raise_on_errors(findings)
 
 
 @step_task(Step.IMAGE.task)
 async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
-    """Build or resolve the image; where the platform runs this very environment, record that instead."""
+    """Build or resolve the image. If the platform runs this environment, return that instead."""
     containers = config.platform.in_containers
     image = chosen_image(config) if containers else NoImage(kind="none")
     emit(StepStarted(step=Step.IMAGE, what="" if isinstance(image, NoImage) else image.kind))
-    stopped = threading.Event()  # the thread ends soon after this task is cancelled: a build elsewhere is cancelled too
+    stopped = threading.Event()  # ends the thread when this task is cancelled, and cancels a remote build
 
     def pause(seconds: float) -> None:
         if stopped.wait(seconds):
@@ -139,30 +139,35 @@ async def build_image(config: RunConfig | ScriptConfig) -> SoftwareIdentity:
     finally:
         stopped.set()
     if containers and identity.image:
-        # Only now it is known what a tag means, or what a Dockerfile of the user's has made. A registry that is busy
-        # after a build of an hour is no reason to end: nodes look at their NCCL themselves.
-        found = await asyncio.to_thread(list, check_fitness(config, identity.image))
-        raise_on_errors(finding for finding in found if finding.severity != "unknown")
-        for finding in found:
+        # Only now the digest of a tag and the contents of a user's Dockerfile are known. A registry that does not
+        # answer after a build of an hour does not end the run, because nodes check their NCCL themselves.
+        findings = await asyncio.to_thread(list, check_fitness(config, identity.image))
+        raise_on_errors(finding for finding in findings if finding.severity != "unknown")
+        for finding in findings:
             if finding.severity in {"warning", "unknown"}:
-                emit(Note(what=str(finding), severity="warning"))
-    known = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
-    own = f"this environment ({known})" if config.platform.on_this_machine else "the environment of section platform"
-    none_built = f"nothing to build on {config.platform.kind}: nodes run {own}"
-    emit(StepDone(step=Step.IMAGE, what=f"{identity.image}" if containers else none_built))
+                warn(str(finding))
+    if containers:
+        result = str(identity.image)
+    elif config.platform.on_this_machine:
+        software = ", ".join(filter(None, [*identity.listed("torch", "litgpt"), identity.revision]))
+        result = f"nothing to build on {config.platform.kind}: nodes run this environment ({software})"
+    else:
+        result = f"nothing to build on {config.platform.kind}: nodes run the environment of section platform"
+    emit(StepDone(step=Step.IMAGE, what=result))
     return identity
 
 
 @step_task(Step.CREDENTIALS.task)
 async def get_credentials(config: RunConfig | ScriptConfig) -> None:
-    """Prove access. Nothing secret is returned: what a later step needs, it asks for itself, in memory."""
+    """Check access. No secret is returned: a later step gets its own, in memory."""
     emit(StepStarted(step=Step.CREDENTIALS))
     emit(StepDone(step=Step.CREDENTIALS, what=await asyncio.to_thread(check_access, config)))
 
 
 @step_task("ship-code")
 async def ship_code(code: CodeArchive, root: str) -> None:
-    """Bring a user's own code under the root, once for all runs of it; a retry sends nothing that is there."""
+    """Copy a user's own code under the root, once for all of its runs."""
     storage = open_storage(root)
-    put = await asyncio.to_thread(code.ship, storage)
-    emit(Note(what=f"code: {storage.address(code.path)}{'' if put else ' (there already)'}"))
+    is_new = await asyncio.to_thread(code.ship, storage)
+    address = storage.address(code.path)
+    emit(Note(what=f"code: {address}" if is_new else f"code: {address} (exists already)"))

@@ -1,4 +1,4 @@
-"""A process that computes for the orchestrator: torch, and files that run Python, stay out of this one."""
+"""A child process that computes for the orchestrator, so that torch and files that run Python stay out of this one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from litgpt_demo.parent import PROGRESS
 T = TypeVar("T")
 OnLine: TypeAlias = Callable[[str], None]
 OnProgress: TypeAlias = Callable[[str, int | None], None]
-"""Gets what the process does now, and the percents of it that are done where it draws a bar."""
+"""Called with the current work of the process, and with the percentage that its progress bar shows, if it has one."""
 
 _BAR = re.compile(r"(?:(?P<what>[^|]+?): +)? *(?P<percent>\d{1,3})%\|")  # as tqdm draws it
 
@@ -28,7 +28,7 @@ def _ignore(*_: object) -> None:
 
 
 class Child:
-    """It follows its parent (litgpt_demo.parent), and so ends with this process, however this one ends."""
+    """A child process that ends with this process, however this one ends (litgpt_demo.parent)."""
 
     def __init__(self, command: Sequence[str], *, environ: Mapping[str, str]) -> None:
         pipe = subprocess.PIPE
@@ -37,9 +37,9 @@ class Child:
         )
 
     def write(self, line: str) -> None:
-        """Write it a line."""
+        """Write a line to its input."""
         pipe = cast(IO[str], self._process.stdin)
-        with suppress(BrokenPipeError):  # it has ended; `end` raises why
+        with suppress(BrokenPipeError):  # it has ended, and `end` raises the reason
             pipe.write(f"{line}\n")
             pipe.flush()
 
@@ -52,20 +52,25 @@ class Child:
         self, result: Callable[[], T | None], *, on_line: OnLine = _ignore, on_progress: OnProgress = _ignore,
         fix: str = "",
     ) -> T:  # fmt: skip
-        """Wait for its end and return its `result`. Where it has none, raise an error with the class of its exit code
-        and the last line that it printed; the fix is that of the class unless it is given."""
-        # A thread of its own: the event loop has few, and they are for what takes seconds.
+        """Wait for its end and return its `result`.
+
+        Without a result, raise an error with the failure class of its exit code and the last line that it printed. The
+        default fix is that of the class.
+        """
+        # It has its own thread, because the event loop has only a few, for calls of seconds.
         pool = ThreadPoolExecutor(1)
         try:
             last = await asyncio.wrap_future(pool.submit(copy_context().run, self._read, on_line, on_progress))
         except BaseException:
-            self._process.kill()  # the thread that reads its output sees its end
+            self._process.kill()  # which ends the thread that reads its output
             raise
         finally:
             pool.shutdown(wait=False)
         code = self._process.returncode
-        if code == 0 and (found := await asyncio.to_thread(result)) is not None:
-            return found
+        if code == 0:
+            value = await asyncio.to_thread(result)
+            if value is not None:
+                return value
         fault = fault_of_exit_code(code or 1)
         raise TrainLitgptError(f"{fault}: {last}", fix=fix or ADVICE[fault], fault=fault)
 
@@ -73,7 +78,8 @@ class Child:
         last = "it printed nothing"
         with cast(IO[str], self._process.stdout) as output:
             for line in output:  # a progress bar ends its lines with a carriage return
-                if (bar := _BAR.match(line)) is not None:
+                bar = _BAR.match(line)
+                if bar is not None:
                     on_progress(bar["what"] or "", int(bar["percent"]))
                 elif line.startswith(PROGRESS):
                     on_progress(line.removeprefix(PROGRESS).strip(), None)
@@ -81,6 +87,6 @@ class Child:
                     last = line.strip()
                     on_line(line.rstrip())
         self._process.wait()
-        with suppress(BrokenPipeError):  # of a line that it did not read
+        with suppress(BrokenPipeError):  # it has not read its last line
             cast(IO[str], self._process.stdin).close()
         return last

@@ -122,10 +122,12 @@ def emit(event: Event) -> None:
         case StepStarted(what=what) if what:  # otherwise Prefect's own record is enough
             logger.info("%s: %s", event.step, what)
         case StepDone():
-            logger.info("%s: %s%s", event.step, event.what, " (already done)" if event.reused else "")
+            suffix = " (already done)" if event.reused else ""
+            logger.info("%s: %s%s", event.step, event.what, suffix)
         case Note():
             message = event.what
-            if trial := events.TRIAL.get():
+            trial = events.TRIAL.get()
+            if trial:
                 message = f"{trial}: {message}"
             logger.log(logging.getLevelNamesMapping()[event.severity.upper()], "%s", message)
 

@@ -1,4 +1,4 @@
-"""A run worked out from its config: its key, its place, its job; and the runs of a sweep, with their ranking."""
+"""A run as its config defines it: its id, its folder and its job."""
 
 from __future__ import annotations
 
@@ -59,14 +59,17 @@ class Run:
 
     @property
     def parameters(self) -> int:
-        """The number of the model's parameters, at least: the tokenizer's vocabulary counts as one id."""
+        """A lower bound of the number of the model's parameters: the vocabulary counts as one token."""
         model = self.config.model
         gpt = catalogue.config_of(model.name, model.config, sequence_length=model.sequence_length, vocab_size=1)
         return estimates.parameters(gpt)
 
     def job(self, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
-        """The job of one attempt. It follows from the config alone: `render` shows it before anything runs."""
+        """Return the job of one attempt. It depends only on the config, as `render` shows it."""
         wandb = self.config.train.wandb
+        secrets = []
+        if wandb is not None and wandb.secret is not None:
+            secrets.append(wandb.secret)
         return Job(
             name=self.name,
             root=self.root.address(),
@@ -75,8 +78,7 @@ class Run:
             processes=self.config.platform.processes,
             program=("-m", "litgpt_demo", "train", "--run", self.storage.address(), "--attempt", str(attempt)),
             directory=self.storage.address(f"{ATTEMPTS}/{attempt}"),
-            # The secret that these settings refer to, by its name.
-            secrets=() if wandb is None or wandb.secret is None else (wandb.secret,),
+            secrets=tuple(secrets),
             image=image,
             stage=(self.root.address(self.dataset.path),),
             labels=labels or {},
@@ -85,10 +87,10 @@ class Run:
 
 
 def plan_run(config: RunConfig) -> Run:
-    """The run that this config means. A UserError where the corpus or the tokenizer is not there.
+    """Return the run that this config means. Raises UserError if the corpus or the tokenizer does not exist.
 
-    The key holds what decides the trained model: dataset, model, training. Neither platform nor node count: the samples
-    do not depend on them, and a run that lost half its machines must be able to go on with the other half.
+    The run id depends on the dataset, the model and the training, but neither on platform nor node count. The samples
+    do not depend on those, and a run that has lost half of its machines must be able to continue on the other half.
     """
     return run_of(config, plan_dataset(config.data), origin_of(config))
 
@@ -99,7 +101,7 @@ def origin_of(config: RunConfig) -> InitialWeights | None:
 
 
 def preview_run(config: RunConfig) -> Run:
-    """Return the run that this config means, to be looked at: its key is UNKNOWN where its dataset's is."""
+    """Return the run that this config means, for inspection: its id is UNKNOWN if its dataset's content hash is."""
     dataset, origin = preview_dataset(config.data), None
     try:
         origin = origin_of(config)
@@ -109,17 +111,18 @@ def preview_run(config: RunConfig) -> Run:
 
 
 def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | None = None) -> Run:
-    """Return the run of a config whose dataset and weights to start from are found already: finding reads them all."""
+    """Return the run of a config with its planned dataset and initial weights, because planning reads all of them."""
     train = config.train.run_id_settings()
     fields = catalogue.settings(config.model.name, config.model.config)
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
-    model |= {} if origin is None else {"origin": origin.content_hash}
+    if origin is not None:
+        model["origin"] = origin.content_hash
     key = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.key, model, dict(train))
     return Run(config=config, dataset=dataset, key=key, origin=origin)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
-    """Return the settings that the nodes get; a UserError where a split is too short for one sample, or the run for its
+    """Return the settings for the nodes. Raises UserError if a split is too short for a sample, or the run for its
     warm-up."""
     config = run.config
     for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
@@ -129,7 +132,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         where = f"the smaller split of {source.name}, of data.mixture,"
         require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
     steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
-    if problem := schedule_problem(config.train, steps, f"the run's {steps} steps"):
+    problem = schedule_problem(config.train, steps, f"the run's {steps} steps")
+    if problem:
         raise UserError(problem[0], fix=problem[1])
     return TrainingSpec(
         run=run.name,
@@ -146,35 +150,46 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 def write_config(
     run: Run, spec: TrainingSpec, identity: SoftwareIdentity | None = None, *, attempt: int | None = None
 ) -> None:
-    """Leave config.json in the attempt's folder, which its nodes read, and in the run's, for who reads of its newest
-    attempt: the config as written, the nodes' settings, their code and price. Also the bill of materials of that code,
-    where we know what its image holds. Only the claimant of an attempt may call it: a follower's config may differ."""
-    platform, price = run.config.platform, None
-    if (known := platform.price) is not None:
+    """Write config.json in the attempt's folder, for its nodes, and in the run's: config, settings, code and price.
+
+    Also write the bill of materials of the code, if the contents of its image are known. Only the creator of an attempt
+    calls this, because a follower's config may differ.
+    """
+    platform, recorded_price = run.config.platform, None
+    price = platform.price
+    if price is not None:
         name = platform.hardware or f"a node ({platform.kind})"
-        price = RecordedPrice(machine=name, usd=known.usd, region=known.region, date=known.date)
-    written, software = run.config.model_dump(mode="json"), asdict(identity) if identity else {}
-    document = RunDocument(run=written, training=spec, software=software, price=price)
+        recorded_price = RecordedPrice(machine=name, usd=price.usd, region=price.region, date=price.date)
+    document = RunDocument(
+        run=run.config.model_dump(mode="json"),
+        training=spec,
+        software=asdict(identity) if identity else {},
+        price=recorded_price,
+    )
     if attempt is not None:
         write_document(run.storage.within(f"{ATTEMPTS}/{attempt}"), document)
     write_document(run.storage, document)
-    if identity is not None and (bill := bill_of_materials(identity, run.config.image)) is not None:
-        run.storage.write(SBOM, bill.encode())
+    if identity is not None:
+        bill = bill_of_materials(identity, run.config.image)
+        if bill is not None:
+            run.storage.write(SBOM, bill.encode())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """A user's own script whose key is known."""
+    """A user's own script whose run id is known."""
 
     config: ScriptConfig
     code: CodeArchive | None
-    """Its code as it is now, where the config mounts any."""
+    """Its present code, if the config mounts any."""
 
     @property
     def name(self) -> str:
-        """Same script, arguments, environment and code: same name, so that a live job is adopted."""
+        """The same for the same script, arguments, environment and code, so that a live job is found."""
         parts: list[JsonValue] = [list(self.config.program), dict(self.config.env)]
-        return f"{self.config.name}-{content_hash(FORMAT, *parts, *([self.code.sha256] if self.code else []))}"
+        if self.code:
+            parts.append(self.code.sha256)
+        return f"{self.config.name}-{content_hash(FORMAT, *parts)}"
 
     @property
     def root(self) -> Storage:
@@ -197,12 +212,13 @@ class Script:
 
 
 def plan_script(config: ScriptConfig) -> Script:
-    """Return the script that this config means; the code that it mounts is read now."""
-    return Script(config=config, code=pack_code(config.code.mount, root=config.root) if config.code else None)
+    """Return the script that this config means, with the present code that it mounts."""
+    code = pack_code(config.code.mount, root=config.root) if config.code else None
+    return Script(config=config, code=code)
 
 
 class RunManifest(Settings):
-    """A run that is done: trained, collected, reported. Written last into the run's folder."""
+    """A finished run: trained, collected, reported. It is written last into the run's folder."""
 
     run: str
     key: str
@@ -221,8 +237,9 @@ class RunManifest(Settings):
 
 
 def trained_seconds(rows: Iterable[Row]) -> float:
-    """Seconds spent in steps, evaluations and checkpoints that count, whatever was repeated after a resume."""
-    per_step = curve(rows := list(rows), "step", "step_seconds")
+    """Return the seconds of steps, evaluations and checkpoints, without those that were repeated after a resume."""
+    rows = list(rows)
+    per_step = curve(rows, "step", "step_seconds")
     stepping = sum((step - before) * per_step[step] for before, step in itertools.pairwise([0, *per_step]))
     pauses = [sum(curve(rows, kind, "seconds").values()) for kind in ("evaluation", "checkpoint")]
     return stepping + sum(pauses)

@@ -48,7 +48,7 @@ def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
     assert (first.parent, first.name, second.name) == (second.parent, "1", "2")
     assert edited.parent != first.parent
     shipped = [one.what for one in told if isinstance(one, Note) and one.what.startswith("code: ")]
-    assert [note.endswith("(there already)") for note in shipped] == [False, True, False]
+    assert [note.endswith("(exists already)") for note in shipped] == [False, True, False]
     assert len([*(root / "code").iterdir()]) == 2
     assert {one.step for one in told if isinstance(one, StepDone)} == {Step.IMAGE, Step.CREDENTIALS, Step.SCRIPT}
     assert {one.steps for one in told if isinstance(one, FlowRunStarted)} == {SCRIPT_STEPS}
