@@ -583,7 +583,7 @@ def runs(
     """List the runs that were started under a root, the newest first."""
     root = folder or root
     rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
-    if any(row.live for row in rows) and (os.environ.get("PREFECT_API_URL") or serving.served()):
+    if any(row.is_live for row in rows) and (os.environ.get("PREFECT_API_URL") or serving.served()):
         _quiet_prefect()
         from flows.reconciling import flag_state_conflicts
 

@@ -157,7 +157,7 @@ def stop() -> None:
         _report(name, "stopped" if _end(name) else "not running", "")
     for index in indexes:
         for row in run_rows(index, bad=(bad := DamagedRecords())):
-            if row.live:
+            if row.is_live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
                 _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
         if bad:

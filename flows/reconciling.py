@@ -171,7 +171,7 @@ def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
 
 def flag_state_conflicts(rows: Sequence[RunRow]) -> list[RunRow]:
     """Return the rows, with a note if a job is live although Prefect's server, if it answers, has it cancelled."""
-    flow_runs = [flow_run for row in rows if row.live for flow_run in row.flow_runs]
+    flow_runs = [flow_run for row in rows if row.is_live for flow_run in row.flow_runs]
 
     async def read_states() -> dict[str, str]:
         async with get_client(httpx_settings={"timeout": 5.0}) as client:
@@ -184,7 +184,7 @@ def flag_state_conflicts(rows: Sequence[RunRow]) -> list[RunRow]:
         return list(rows)
     flagged = []
     for row in rows:
-        if row.live and not row.note and is_abandoned(row.flow_runs, states):
+        if row.is_live and not row.note and is_abandoned(row.flow_runs, states):
             note = f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {row.run}"
             row = replace(row, note=note)
         flagged.append(row)

@@ -218,9 +218,9 @@ class RunRow:
     """The reason why the state is not known, or what contradicts it."""
 
     @property
-    def live(self) -> bool:
-        """True if a job runs, as far as is known."""
-        return self.state in {JobState.PENDING.value, JobState.RUNNING.value, JobState.UNKNOWN.value}
+    def is_live(self) -> bool:
+        """Return whether a job of the run is live, or may be."""
+        return self.state != DONE and JobState(self.state).is_live
 
 
 def run_rows(
