@@ -45,9 +45,8 @@ PREFIXES = st.text(alphabet=st.characters(exclude_characters="\n\r")).filter(lam
 
 
 @given(row=ROWS, prefix=PREFIXES, data=st.data())
-def test_a_row_comes_back_from_behind_any_prefix_and_a_line_cut_short_is_none(
-    row: dict[str, Any], prefix: str, data: st.DataObject
-) -> None:
+def test_a_row_is_read_behind_any_prefix(row: dict[str, Any], prefix: str, data: st.DataObject) -> None:
+    """A line that was cut short has none."""
     line = to_log_line(row)
     assert "\n" not in line
     assert from_log_line(prefix + line) == from_log_line(line + "\r\n") == row
@@ -55,7 +54,7 @@ def test_a_row_comes_back_from_behind_any_prefix_and_a_line_cut_short_is_none(
     assert from_log_line(line[: data.draw(st.integers(0, len(line) - 1))]) is None
 
 
-def test_a_loss_that_is_no_number_is_json_and_still_no_number_in_the_curve() -> None:
+def test_a_loss_of_nan_is_json_and_nan_in_the_curve() -> None:
     line = to_log_line({"kind": "step", "step": 3, "loss": math.nan})
     json.loads(line.removeprefix(METRICS_MARK), parse_constant=pytest.fail)
     assert math.isnan(curve([from_log_line(line) or {}], "step", "loss")[3])
@@ -91,9 +90,8 @@ def test_a_step_that_was_repeated_counts_as_it_went_last() -> None:
     assert curve(rows, "evaluation", "validation_loss") == {2: 5.0}
 
 
-def test_rows_are_printed_and_kept_at_once_and_a_resumed_file_drops_what_is_repeated_and_a_cut_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_metrics_file_keeps_rows_and_drops_repeated_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each row is printed and stored at once. A resumed file drops a line that was cut short too."""
     path = tmp_path / "runs" / "metrics.jsonl"
     first = MetricsFile(path, resumed_from=0)
     for step in range(1, 6):
@@ -107,7 +105,7 @@ def test_rows_are_printed_and_kept_at_once_and_a_resumed_file_drops_what_is_repe
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_of_metrics_that_would_fill_the_memory_is_counted_and_not_read(tmp_path: Path) -> None:
+def test_a_metrics_file_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
     (tmp_path / METRICS).touch()
     os.truncate(tmp_path / METRICS, 257 << 20)
     assert read_metrics(open_storage(str(tmp_path)), bad := damaged_lines()) == []

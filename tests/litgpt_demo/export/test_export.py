@@ -55,7 +55,8 @@ def collected_copy(collected_run: Collected, tmp_path: Path) -> Path:
     return Path(shutil.copytree(collected_run[0], tmp_path / "finished"))
 
 
-def test_nothing_is_published_before_the_job_ends_and_the_card_tells_what_it_cost(finished_copy: Path) -> None:
+def test_nothing_is_published_before_the_job_ends(finished_copy: Path) -> None:
+    """The card has the cost of the whole job."""
     attempts = finished_copy / "attempts"
 
     def report(name: str, *, hours: float) -> None:
@@ -81,9 +82,10 @@ def test_nothing_is_published_before_the_job_ends_and_the_card_tells_what_it_cos
     assert "reports of nodes that could not be read, and are left out: 1" in card
 
 
-def test_the_collected_model_says_in_transformers_what_it_says_in_litgpt_and_its_manifest_tells_so(
+def test_the_collected_model_is_equal_in_both_libraries(
     collected_run: Collected, corpus: Path, tiny_dataset: Path
 ) -> None:
+    """Its manifest has the proof."""
     from litgpt import LLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -196,10 +198,11 @@ def test_a_model_with_capped_attention_opens_as_its_card_says(new_run: NewRun) -
     assert "| Compared over | 32 tokens, with eager attention |" in card
 
 
-def test_a_run_writes_on_by_its_collected_model_or_its_newest_checkpoint_the_same_everywhere(
+def test_a_run_generates_the_same_text_everywhere(
     collected_run: Collected, finished: Path, finished_copy: Path, tiny_dataset: Path, tmp_path: Path, bucket: Storage,
     new_run: NewRun, cli: Cli, corpus: Path,
 ) -> None:  # fmt: skip
+    """By its collected model, or its newest checkpoint."""
     from litgpt import LLM
 
     llm, text = LLM.load(str(collected_run[0] / "final/litgpt"), distribute=None), corpus.read_text()[:20]
@@ -246,9 +249,8 @@ def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Colle
     assert " processes on " in card
 
 
-def test_a_collected_model_is_kept_and_is_refused_once_its_bytes_change(
-    collected_copy: Path, collected_run: Collected
-) -> None:
+def test_a_collected_model_is_refused_when_its_bytes_change(collected_copy: Path, collected_run: Collected) -> None:
+    """Until then it is kept."""
     path = collected_copy / "final/huggingface/model.safetensors"
     before = path.stat().st_mtime_ns
     assert export(open_storage(str(collected_copy))) == collected_run[1]
@@ -273,9 +275,7 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: Col
     assert not (collected_copy / ".scratch").exists()
 
 
-def test_a_model_collected_on_the_way_gives_way_to_the_finished_one(
-    collected_copy: Path, collected_run: Collected
-) -> None:
+def test_the_finished_model_replaces_one_collected_before(collected_copy: Path, collected_run: Collected) -> None:
     run = open_storage(str(collected_copy))
     early = export(run, step=8)
     assert (early.step, early.complete, early.trainer_validation_loss is None) == (8, False, False)
@@ -302,7 +302,8 @@ def test_a_run_before_its_end_is_collected_only_by_newest(
     assert capsys.readouterr().out.startswith("step 8, ")
 
 
-def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(finished_copy: Path) -> None:
+def test_a_run_with_a_damaged_last_checkpoint_trains_further(finished_copy: Path) -> None:
+    """From the checkpoint before."""
     shard = finished_copy / folder_of(12) / "__0_0.distcp"
     flip_a_bit(shard)
     run = open_storage(str(finished_copy))
@@ -315,7 +316,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_trains_on_from_the_one_before(fi
     assert (export(run).step, export(run).complete) == (12, True)
 
 
-def test_a_sound_checkpoint_stays_where_the_collecting_machine_misreads(
+def test_a_sound_checkpoint_stays_when_a_collection_misreads(
     finished_copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crcs = chain(["00000000"], repeat(None))
@@ -328,9 +329,10 @@ def test_a_sound_checkpoint_stays_where_the_collecting_machine_misreads(
     assert export(open_storage(str(finished_copy))).step == 12
 
 
-def test_a_run_in_a_bucket_is_collected_there_and_nothing_but_its_weights_is_fetched(
+def test_collecting_from_a_bucket_fetches_only_weights(
     finished: Path, bucket: Storage, proxy: FaultyBucket, collected_run: Collected
 ) -> None:
+    """The models are published in the bucket."""
     for path in filter(Path.is_file, finished.rglob("*")):
         bucket.upload(path, path.relative_to(finished).as_posix())
     proxy.arm()
@@ -382,7 +384,7 @@ def test_collecting_executes_nothing_of_a_checkpoint(
     assert exported(open_storage(str(finished_copy))) is None
 
 
-def test_neither_collecting_nor_verifying_executes_what_lies_beside_a_datasets_tokenizer(
+def test_files_next_to_a_tokenizer_are_never_executed(
     finished_copy: Path, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LitGPT would open the one as weights and import what the other one names."""

@@ -15,7 +15,7 @@ from litgpt_demo.errors import FailureClass
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Beat, Heartbeat, Watcher, ask_for_stacks, read_beats, started
 
 
-def test_a_rank_says_what_it_has_done_and_does_and_leaves_its_signals_as_they_were(tmp_path: Path) -> None:
+def test_a_heartbeat_has_the_steps_and_restores_signals(tmp_path: Path) -> None:
     before, node = signal.getsignal(signal.SIGUSR1), {NODE_DIRECTORY: str(tmp_path), "RANK": "5", "LOCAL_RANK": "1"}
     with Heartbeat(max_silence=30, environ=node) as heart:
         assert read_beats(tmp_path) == []
@@ -37,7 +37,8 @@ def beat(rank: int, *, step: int, ticks: float, max_silence: float = 10.0) -> Be
     )  # fmt: skip
 
 
-def test_the_rank_that_came_least_far_is_named_first_and_who_may_be_silent_is_not() -> None:
+def test_the_overdue_rank_with_the_fewest_steps_is_first() -> None:
+    """A rank within its own limit is not overdue."""
     waiting, slow = beat(0, step=6, ticks=100.0), beat(1, step=5, ticks=101.0)
     saving = beat(2, step=5, ticks=90.0, max_silence=1000.0)
     watcher = Watcher()
@@ -46,7 +47,7 @@ def test_the_rank_that_came_least_far_is_named_first_and_who_may_be_silent_is_no
     assert watcher.overdue([waiting, slow, saving], paused=108.0, now=109.0) == []
 
 
-def test_a_node_that_stood_still_with_its_ranks_counts_their_silence_anew() -> None:
+def test_a_suspended_node_restarts_the_timer_of_its_ranks() -> None:
     silent, watcher = beat(0, step=6, ticks=100.0), Watcher()
     assert watcher.overdue([silent], paused=102.0, now=122.0) == []
     assert watcher.overdue([silent], paused=130.9, now=131.9) == []
@@ -91,7 +92,7 @@ def test_stacks_are_had_of_a_process_that_is_stopped(tmp_path: Path) -> None:
         rank.kill()
 
 
-def test_no_signal_reaches_another_process_that_got_the_pid_of_a_rank(tmp_path: Path) -> None:
+def test_no_signal_reaches_a_process_with_a_reused_pid(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command) as stranger:
         (tmp_path / "stacks").touch()

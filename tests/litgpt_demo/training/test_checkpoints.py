@@ -41,7 +41,7 @@ def place(root: str) -> Storage:
     return open_storage(root)
 
 
-def test_weights_and_optimizer_come_back_bit_for_bit_and_without_a_warning(place: Storage, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_all_bits_without_a_warning(place: Storage, tmp_path: Path) -> None:
     trained, other, alone = pair(1, steps=3), pair(2, steps=0), pair(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -80,7 +80,7 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
     assert run.exists(f"{folder_of(8)}/__0_0.distcp")  # what is to be looked at is not thinned out
 
 
-def test_what_does_not_verify_is_no_progress(place: Storage) -> None:
+def test_a_checkpoint_that_does_not_verify_is_no_progress(place: Storage) -> None:
     keep(place, pair(1), 4)
     assert (checkpoints.newest_step(place), checkpoints.newest_step(place, most=3)) == (4, 3)
     whole, shard = keep(place, pair(2), 8), f"{folder_of(8)}/__0_0.distcp"
@@ -93,7 +93,7 @@ def test_what_does_not_verify_is_no_progress(place: Storage) -> None:
     assert checkpoints.newest_step(place) == 4
 
 
-def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(place: Storage) -> None:
+def test_a_quarantined_folder_is_kept_with_the_reason(place: Storage) -> None:
     files = keep(place, pair(1), 4).files
     first = open_storage(checkpoints.quarantine(place, folder_of(4), "a bit is wrong"))
     assert list_complete(place) == []
@@ -104,7 +104,7 @@ def test_what_is_set_aside_is_kept_with_the_reason_and_is_in_nobodys_way(place: 
     assert checkpoints.quarantine(place, folder_of(4), "again") != first.address()
 
 
-def test_a_folder_without_manifest_is_a_save_that_never_ended_and_goes_with_the_next(run: Storage) -> None:
+def test_a_save_that_never_ended_is_removed_by_the_next(run: Storage) -> None:
     keep(run, pair(1), 4)
     publish_pair(run, pair(2), 8)
     assert [found.step for found in list_complete(run)] == [4]
@@ -118,7 +118,7 @@ SPEC = TrainingSpec(
 )  # fmt: skip
 
 
-def test_a_checkpoint_of_another_model_or_dataset_is_refused_by_name(run: Storage) -> None:
+def test_a_checkpoint_of_another_model_or_dataset_is_refused(run: Storage) -> None:
     other = {"model": ModelConfig(name="pythia-31m").model_dump(mode="json")}
     checkpoints.require_same(run, manifest_of(4, config={"model": SPEC.model.model_dump(mode="json")}), SPEC)
     checkpoints.require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_model_or_dataset_is_refused_by_name(run: Storag
         checkpoints.require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
 
 
-def test_a_training_has_ended_after_its_last_step_or_when_its_time_is_up_and_not_before() -> None:
+def test_a_training_ends_with_its_last_step_or_its_time() -> None:
     timed = SPEC.model_copy(update={"train": TrainConfig.model_validate({"max_time": "1h"})})
     assert [checkpoints.reached_end(manifest_of(number), SPEC) for number in (9, 10)] == [False, True]
     assert [checkpoints.reached_end(manifest_of(4, seconds=one), timed) for one in (1800.0, 3600.0)] == [False, True]
@@ -163,9 +163,10 @@ def checkpoint(run: Storage) -> Path:
 
 
 @pytest.mark.parametrize("spoil", [spoil_index, spoil_bytes, spoil_tensors])
-def test_resuming_executes_nothing_of_a_checkpoint_and_says_who_may_have_written_it(
+def test_resuming_executes_nothing_of_a_checkpoint(
     spoil: Callable[[Path, Path], None], finished_copy: Path, tmp_path: Path
 ) -> None:
+    """The error says who may have written it."""
     folder, marker = finished_copy / folder_of(12), tmp_path / "executed"
     spoil(folder, marker)
     seal(folder)
@@ -231,7 +232,7 @@ def test_an_entry_lies_in_a_file_of_the_checkpoint(checkpoint: Path, place: str)
 
 
 @pytest.mark.parametrize("whose", ["torch\nSize", "pathlib\nPosixPath"])
-def test_an_attribute_of_anything_but_the_one_enumeration_is_refused(whose: str, tmp_path: Path) -> None:
+def test_only_one_enumeration_has_attributes_in_a_pickle(whose: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(f"cbuiltins\ngetattr\n(c{whose}\nS'unlink'\ntR.".encode())
     with pytest.raises(DataError, match=r"names builtins\.getattr for its reader to call"):
         read_index(tmp_path)
@@ -253,7 +254,7 @@ def test_an_index_that_debian_12s_own_python_wrote_is_read(checkpoint: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_checkpoints_that_torchs_own_save_wrote_are_read_in_every_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_checkpoints_of_torchs_own_save_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     """Early checkpoints of this project are such, with the folder that they were saved to."""
     saved, read = torch.ones(3, 4).to(dtype), torch.zeros(3, 4).to(dtype)
     with warnings.catch_warnings():

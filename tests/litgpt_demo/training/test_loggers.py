@@ -52,9 +52,7 @@ def test_the_page_explains_every_column_of_the_table() -> None:
     assert unexplained == set(), "explain them in docs/training.md, or set in_csv=False in litgpt_demo/metrics.py"
 
 
-def test_metrics_are_carried_to_a_bucket_as_table_and_tensorboard(
-    new_run: NewRun, bucket: Storage, tmp_path: Path
-) -> None:
+def test_metrics_are_uploaded_as_table_and_tensorboard(new_run: NewRun, bucket: Storage, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = {"max_steps": 4, "evaluate_every": 2, "checkpoint_every": 4}
@@ -121,7 +119,7 @@ def test_a_resumed_step_has_no_loss_without_its_row(new_run: NewRun, bucket: Sto
     assert curve(made, "evaluation", "validation_loss")[8] == last.validation_loss
 
 
-def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Path) -> None:
+def test_the_key_is_removed_from_texts_and_only_the_key(tmp_path: Path) -> None:
     sent = b64encode(f"api:{KEY}".encode()).decode()
     logs, records = tmp_path / "run-a" / "logs", tmp_path / "run-a" / "a.wandb"
     logs.mkdir(parents=True)
@@ -139,7 +137,7 @@ def test_the_key_is_taken_out_of_texts_and_nothing_else_is_changed(tmp_path: Pat
     assert {path.name for path in logs.iterdir()} == {"debug-internal.log", "other.log"}
 
 
-def test_a_key_in_place_of_its_name_and_a_name_without_a_key_are_refused(new_run: NewRun, tmp_path: Path) -> None:
+def test_a_key_as_a_name_or_a_name_without_a_key_is_refused(new_run: NewRun, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a name in capitals") as refused:
         TrainConfig.model_validate({"wandb": {"project": "p", "secret": KEY}})
     assert KEY not in str(refused.value)

@@ -99,14 +99,15 @@ def test_its_update_is_left_out_and_training_goes_on(new_run: NewRun, bad: int, 
     assert {row["step"] for row in rows(run, "step")} == set(range(1, 13)) - {bad}
 
 
-def test_the_tenth_step_in_a_row_without_an_update_ends_the_training(new_run: NewRun) -> None:
+def test_the_tenth_skip_in_a_row_ends_the_training(new_run: NewRun) -> None:
     training = training_of(new_run("run", on_not_finite="skip"))
     poison(training, [numbers(training, step)[0] for step in (1, *range(3, 13))], by=math.nan)
     with pytest.raises(UserError, match=r"the loss of step 12 is nan.* step 10 in a row without an update"):
         fit(training)
 
 
-def test_an_overflow_where_losses_are_scaled_is_no_failure_and_the_scale_is_resumed(new_run: NewRun) -> None:
+def test_an_overflow_of_scaled_losses_is_no_failure(new_run: NewRun) -> None:
+    """The scale is resumed."""
     run = open_storage(str(new_run("run", precision="16-mixed")))
     spec, scratch = read_spec(run), scratch_of(open_storage(run.root), 0)
     data = open_data(spec, stage(spec.dataset, scratch))

@@ -133,7 +133,7 @@ def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: p
     assert "warning" not in capsys.readouterr().out, "a GPU's copy goes through pinned memory"
 
 
-def test_a_training_goes_on_from_it_bit_for_bit_whatever_the_random_state_was(new_training: NewTraining) -> None:
+def test_a_training_resumes_bit_for_bit_with_any_random_state(new_training: NewTraining) -> None:
     through, first = new_training("through"), new_training("run")
     dropout(through), dropout(first)
     for number in range(4):
@@ -157,7 +157,8 @@ def dropout(training: Training) -> None:
     training.model.module.transformer.h[0].register_forward_hook(lambda _, __, out: nn.functional.dropout(out, 0.5))
 
 
-def test_each_save_waits_for_the_one_before_and_the_last_of_a_fall_is_committed(new_training: NewTraining) -> None:
+def test_each_save_waits_for_the_one_before(new_training: NewTraining) -> None:
+    """The last save before an error is committed."""
     training, told = new_training(keep_last=9), list[SaveResult]()
 
     def fall() -> None:
@@ -184,7 +185,8 @@ def no_file_above(size: int) -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_one_save_and_is_told_with_what_to_free(new_training: NewTraining) -> None:
+def test_a_full_disk_costs_one_save(new_training: NewTraining) -> None:
+    """The warning says how to get room."""
     training, told = new_training(), list[SaveResult]()
     with Saver(training, on_result=told.append) as saver:
         train_step(training, 0)
@@ -251,7 +253,7 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
     assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
 
 
-def test_what_does_not_verify_is_set_aside_by_name_and_never_read_again(new_training: NewTraining, root: str) -> None:
+def test_a_damaged_checkpoint_is_quarantined_and_not_read_again(new_training: NewTraining, root: str) -> None:
     def new() -> Training:
         return new_training("three", root=open_storage(root), keep_last=9)
 
@@ -395,7 +397,7 @@ def test_a_checkpoint_that_one_node_lacks_stays(finished_copy: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(("nodes", "processes"), [(2, 1), (1, 2), (2, 2)])
-def test_no_rank_removes_what_another_still_reads(
+def test_no_rank_removes_files_that_another_still_reads(
     finished_copy: Path, bucket: Storage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: int, processes: int
 ) -> None:
     for path in filter(Path.is_file, finished_copy.rglob("*")):
@@ -442,7 +444,7 @@ def test_no_rank_removes_what_another_still_reads(
     assert list(tmp_path.glob("resume*")) == []
 
 
-def test_a_bucket_without_the_package_that_it_needs_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("litgpt_demo.storage.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"gs://kept/logs needs google-cloud-storage, which is not installed here"):
         open_storage("gs://kept/logs")

@@ -67,7 +67,7 @@ def shards(run: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted((run / folder_of(12)).glob("*.distcp"))]
 
 
-def test_the_loss_falls_and_the_metrics_and_the_last_checkpoints_tell_of_it(finished: Path) -> None:
+def test_the_loss_falls_in_metrics_and_checkpoints(finished: Path) -> None:
     losses = curve(rows(finished), "step", "loss")
     validation = curve(rows(finished), "evaluation", "validation_loss")
     assert list(losses) == list(range(1, 13))
@@ -116,7 +116,7 @@ def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(elsewhere: dict[s
 
 
 @pytest.mark.parametrize("name", ["two", "sharded"])
-def test_two_processes_see_what_one_sees(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
+def test_two_processes_train_as_one_does(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
     alike(elsewhere[name], finished)
     assert newest(elsewhere[name]).world_size == 2
     assert len(list((elsewhere[name] / folder_of(12)).glob("*_0.distcp"))) == 4  # both write both
@@ -154,9 +154,10 @@ def test_sharded_gradients_are_summed_in_float32(precision: str, monkeypatch: py
     assert [policy.reduce_dtype for policy in policies] == [torch.float32] * 2
 
 
-def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same_bits(
+def test_a_run_resumes_with_another_strategy_and_world_size(
     elsewhere: dict[str, Path], finished: Path, tiny_dataset: Path, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
+    """The state that it resumes from has the same bits."""
     run = Path(shutil.copytree(elsewhere["sharded"], tmp_path / "sharded"))
     before = curve(rows(run), "step", "loss")
     for strategy, world_size, step in (("hybrid", 4, 8), ("ddp", 1, 10)):
@@ -174,7 +175,7 @@ def test_a_run_of_one_strategy_goes_on_with_another_on_other_ranks_from_the_same
         alike(run, finished)
 
 
-def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
+def test_a_node_fetches_only_the_shards_that_its_ranks_read(
     elsewhere: dict[str, Path], bucket: Storage, proxy: FaultyBucket, train_elsewhere: TrainElsewhere
 ) -> None:
     for path in filter(Path.is_file, elsewhere["sharded"].rglob("*")):
@@ -189,7 +190,7 @@ def test_a_node_fetches_of_a_sharded_checkpoint_in_a_bucket_what_its_ranks_read(
     assert whole == {"training__0_0.distcp"}
 
 
-def test_what_changes_only_rounding_may_be_changed_on_the_way(
+def test_settings_that_change_only_rounding_may_change_in_a_run(
     finished: Path, finished_copy: Path, tiny_dataset: Path
 ) -> None:
     shutil.rmtree(finished_copy / folder_of(12))
@@ -202,7 +203,7 @@ def test_what_changes_only_rounding_may_be_changed_on_the_way(
 
 
 @pytest.mark.parametrize("name", ["transformer-100b", "transformer-175b"])
-def test_a_block_of_a_model_that_fits_no_device_trains_when_it_is_narrower(new_run: NewRun, name: str) -> None:
+def test_a_narrow_block_of_a_model_that_fits_no_device_trains(new_run: NewRun, name: str) -> None:
     narrow = {"n_layer": 1, "n_embd": 64, "n_head": 8, "padded_vocab_size": 320}
     run = new_run(name, model=ModelConfig(name=name, config=narrow, sequence_length=32))
     train(run)
@@ -210,7 +211,7 @@ def test_a_block_of_a_model_that_fits_no_device_trains_when_it_is_narrower(new_r
     assert losses[12] < losses[1] - 1
 
 
-def test_a_rank_in_a_world_of_another_size_refuses_to_train_alone(new_run: NewRun) -> None:
+def test_a_rank_in_a_world_of_another_size_refuses_to_train(new_run: NewRun) -> None:
     run = new_run("lonely", world_size=2)
     with pytest.raises(UserError, match="one of 1, the run was submitted for 2"):
         train(run)
@@ -273,7 +274,8 @@ def leave_in(step: int, run: Path) -> None:
         fit(training)
 
 
-def test_a_training_asked_to_leave_saves_and_goes_on_as_if_it_had_not_left(new_run: NewRun, finished: Path) -> None:
+def test_a_preempted_training_saves_and_resumes_unchanged(new_run: NewRun, finished: Path) -> None:
+    """Its result is that of an undisturbed training."""
     run, saved = new_run("run"), 8
     leave_in(8, run)
     assert newest(run).step == saved
@@ -300,9 +302,7 @@ def test_ranks_make_up_for_an_evaluation_before_the_first_step(
     assert losses_kept(run) == before
 
 
-def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_changes(
-    new_run: NewRun, finished: Path, bucket: Storage
-) -> None:
+def test_the_profiler_records_its_steps_and_changes_no_bit(new_run: NewRun, finished: Path, bucket: Storage) -> None:
     def recorded(content: bytes) -> set[str]:
         events = json.loads(gzip.decompress(content))["traceEvents"]
         names = {str(event["name"]) for event in events}
@@ -321,7 +321,7 @@ def test_the_steps_that_are_asked_for_are_recorded_and_no_bit_of_the_training_ch
     assert recorded(written) == {"ProfilerStep#11", "ProfilerStep#12"}
 
 
-def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given_more(new_run: NewRun) -> None:
+def test_a_training_ends_at_max_time_and_resumes_with_more(new_run: NewRun) -> None:
     settings = {"max_steps": 100_000, "evaluate_every": 100_000, "checkpoint_every": 100_000}
     run = new_run("run", max_time="0.1s", **settings)
     train(run)
@@ -343,7 +343,7 @@ def test_a_training_whose_time_is_up_has_ended_well_and_goes_on_when_it_is_given
     assert newest(run).seconds >= first.seconds + 0.1
 
 
-def test_a_training_whose_money_is_spent_saves_and_leaves_and_goes_on_as_if_it_had_not(
+def test_a_training_whose_budget_is_spent_saves_and_resumes(
     new_run: NewRun, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt began a minute ago, in an earlier life."""
@@ -373,9 +373,8 @@ def test_grace_warning_counts_two_steps_beside_the_save() -> None:
     assert "platform.grace to 44" in slow
 
 
-def test_a_rank_that_waits_for_the_sums_of_a_step_is_told_apart_from_one_that_does_its_own_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_waits_for_sums_waits_for_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that does its own share does not."""
     two: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
     asked = SimpleNamespace(wait=lambda: os.kill(os.getpid(), signal.SIGUSR1))
     monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, async_op: asked)

@@ -32,7 +32,8 @@ time.sleep(600)
 """
 
 
-def test_after_kill_9_of_a_rank_the_attempt_is_over_in_15_seconds_though_no_other_rank_lets_go(tmp_path: Path) -> None:
+def test_after_kill_9_of_a_rank_the_attempt_ends_in_15_seconds(tmp_path: Path) -> None:
+    """No other rank lets go by itself."""
     platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
     job_id = platform.submit(platform.render(four_ranks(tmp_path, STUBBORN)))
     pids = [tmp_path / f"pid-{rank}" for rank in range(4)]
@@ -63,7 +64,7 @@ dist.destroy_process_group()
 """
 
 
-def test_nothing_of_a_job_listens_where_another_machine_could_reach_it(tmp_path: Path) -> None:
+def test_no_socket_of_a_local_job_is_reachable_from_outside(tmp_path: Path) -> None:
     platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
     job_id = platform.submit(platform.render(four_ranks(tmp_path, MEET)))
     until(lambda: len(list(tmp_path.glob("met-*"))) == 4)

@@ -26,9 +26,8 @@ def train_of(run: Path) -> tuple[str, ...]:
     return ("-m", "litgpt_demo", "train", "--run", str(run))
 
 
-def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_bit(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_two_nodes_leave_together_and_resume_bit_for_bit(new_run: NewRun, tmp_path: Path) -> None:
+    """The machine of one is taken away."""
     settings = {"world_size": 2, "max_steps": 400, "evaluate_every": 400, "checkpoint_every": 400}
     taken, through = new_run("taken", **settings), new_run("through", **settings)
     with started_nodes(tmp_path / "first", *train_of(taken), nodes=2, grace=60) as nodes:
@@ -51,9 +50,7 @@ def test_two_nodes_of_which_one_is_taken_away_leave_together_and_go_on_bit_for_b
     assert [path.read_bytes() for path in shares[0]] == [path.read_bytes() for path in shares[1]]
 
 
-def test_two_nodes_of_two_ranks_lose_what_one_process_loses_whichever_strategy_trained_before(
-    new_run: NewRun, tmp_path: Path
-) -> None:
+def test_two_nodes_train_as_one_process_after_any_strategy(new_run: NewRun, tmp_path: Path) -> None:
     thirty: dict[str, Any] = {"max_steps": 30, "evaluate_every": 30, "checkpoint_every": 5, "keep_every": 5}
     # Weights decay so strongly that a strategy which loses the decay, as FSDP's first version did, shows in the loss.
     thirty |= {"weight_decay": 5.0, "activation_checkpointing": "full"}
@@ -74,7 +71,7 @@ def test_two_nodes_of_two_ranks_lose_what_one_process_loses_whichever_strategy_t
         assert not kept or losses[kept + 1] == before[kept + 1], "it goes on from the same bits"
 
 
-def test_a_training_whose_rank_is_stopped_ends_as_a_hang_that_names_it(new_run: NewRun, tmp_path: Path) -> None:
+def test_a_training_with_a_stopped_rank_ends_as_its_hang(new_run: NewRun, tmp_path: Path) -> None:
     often = {"checkpoint_every": 90_000, "evaluate_every": 90_000}
     run, own = new_run("run", world_size=2, max_steps=100_000, hang_after=30, **often), tmp_path / "d" / "node-0"
     with started_nodes(tmp_path / "d", *train_of(run), processes=2) as [node]:
@@ -180,9 +177,7 @@ Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([sums, steps]))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_loss_of_one_rank_that_is_no_number_costs_all_one_update(
-    new_run: NewRun, tmp_path: Path, strategy: str
-) -> None:
+def test_a_loss_of_nan_on_one_rank_costs_all_one_update(new_run: NewRun, tmp_path: Path, strategy: str) -> None:
     run = new_run("run", world_size=2, strategy=strategy, on_not_finite="skip")
     (first, steps), (second, _) = on_two_ranks(ONE_LOSS_IS_INFINITE, run, tmp_path / "place")
     assert all(map(math.isfinite, first))

@@ -22,9 +22,7 @@ def test_without_a_secret_its_records_stay_in_the_runs_folder(new_run: NewRun, t
 
 
 @pytest.mark.parametrize("status", [400, 401])
-def test_a_service_that_repeats_what_it_was_sent_makes_no_key_known(
-    new_run: NewRun, tmp_path: Path, status: int
-) -> None:
+def test_a_service_that_repeats_a_request_leaks_no_key(new_run: NewRun, tmp_path: Path, status: int) -> None:
     run = new_run("echoed", wandb={"project": "pages", "secret": "MY_KEY"}, **SHORT)
     with echoing_server(status=status) as echo:
         environment = os.environ | {
