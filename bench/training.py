@@ -60,7 +60,7 @@ def watched(*command: str) -> dict[str, Any] | None:
 def train(folder: Path, side: str, model: str, length: int, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Train by the `side` on the folder's dataset, in a new run's folder as the launcher leaves it."""
     steps = WARM_UP + STEPS + 3  # the last ones are followed by an evaluation and a checkpoint
-    settings = {"max_steps": steps, "warmup_steps": 2, "evaluation_windows": 4, "checkpoint_every": steps} | settings
+    settings = {"max_steps": steps, "warmup_steps": 2, "evaluation_samples": 4, "checkpoint_every": steps} | settings
     spec = TrainingSpec(
         run="bench", dataset=str(folder / "dataset"), dataset_key="random", steps=steps, world_size=1,
         model=ModelConfig(name=model, sequence_length=length), train=TrainConfig.model_validate(settings),

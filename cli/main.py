@@ -515,7 +515,7 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
     A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself. The
     default of the `whole` section may have other values than the section's own.
     """
-    for name in model.model_json_schema(by_alias=False)["properties"]:
+    for name in model.model_json_schema()["properties"]:
         field = model.model_fields[name]
         value = getattr(whole, name) if isinstance(whole, model) else field.default
         default, text, sections = "", field.description or "", list(_sections(field.annotation))
@@ -524,7 +524,7 @@ def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> 
         elif not field.is_required() and (not sections or value is None):
             default = json.dumps(value, ensure_ascii=False)
         if not sections or value is None:
-            setting = f"{prefix}{field.alias or name}"
+            setting = f"{prefix}{name}"
             yield {"setting": setting, "default": default, "meaning": " ".join(text.split())}
         for section in sections:
             yield from _settings_of(section, f"{prefix}{name}.", value)

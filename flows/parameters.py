@@ -236,7 +236,7 @@ def warn_partial_sections(sections: Mapping[str, Settings]) -> None:
     """Warn of sections that a deployment's flow run got only in part: the rest of them are defaults."""
     for name, section in sections.items():
         fields = section.model_fields_set
-        is_partial = bool(fields) and fields < section.model_dump(by_alias=False).keys()
+        is_partial = bool(fields) and fields < section.model_dump().keys()
         if deployed() and is_partial:  # a deployment's own sections are complete, or not set at all
             what = f"{name} was set with only {', '.join(sorted(fields))}: its other settings are defaults"
             advice = _advice(name, section.model_dump(mode="json", exclude_unset=True))

@@ -47,7 +47,7 @@ async def run_script(config: ScriptConfig) -> str:
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
     emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
     claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
-    record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restarts, watch=watch)
+    record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restart_policy, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints the address at its end
     index = claim.attempts.index

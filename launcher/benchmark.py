@@ -11,14 +11,14 @@ from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSet
 from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
-from litgpt_demo.config import Count, PathOrUri, Settings
+from litgpt_demo.config import Count, PathOrUri, Settings, WholeSeconds
 from litgpt_demo.node.network_test import NetworkTestResult
 
 
 class MeasureSettings(Settings, title="Measurement"):
     """The settings of a measurement: how much is measured, and the floor that the result is compared with."""
 
-    seconds: Count = Field(60, ge=4, le=3600)
+    seconds: WholeSeconds = Field(60, ge=4, le=3600)
     """Seconds for one measurement; half of them for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
     largest: Count | None = Field(None, ge=2**20)
     """Bytes of the largest tensor; empty is 1 GiB on GPUs and 64 MiB on gloo."""

@@ -204,8 +204,8 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables of every rank. Do not put secrets here: these values are stored and shown."""
     max_restarts: Count = Field(0, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` can set others."""
-    restarts: RestartSettings = RestartSettings()
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restart_policy` can set others."""
+    restart_policy: RestartSettings = RestartSettings()
     """The rules for new attempts, by class of failure. Scripts' checkpoints are unknown to us, so every restart
     counts."""
     image: Image = NoImage(kind="none")
@@ -572,4 +572,4 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
 
 def _fields_of(kind: Any) -> dict[str, FieldInfo]:
     """Return the settings of a section by the names that users write; a plain type has none."""
-    return {field.alias or name: field for name, field in getattr(kind, "model_fields", {}).items()}
+    return dict(getattr(kind, "model_fields", {}))

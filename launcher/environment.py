@@ -72,7 +72,7 @@ def node_environment(
             variable.name: variable.value for variable in network.environment if variable.after and network.node.scripts
         },
         "overrides": overrides,
-        "gate_seconds": settings.gate if is_tested else 0,
+        "gate_seconds": settings.network_test if is_tested else 0,
     }
     node = network.node.model_copy(update={**common, **own})
     fields = node.model_dump(mode="json", exclude_defaults=True)

@@ -118,7 +118,7 @@ def config_of(name: str | None, changes: Mapping[str, Any], *, sequence_length: 
     return _litgpt_config().Config(**fields)
 
 
-OF_WEIGHTS = "take the tokenizer of the weights that model.from names: they have no embeddings for more ids"
+OF_WEIGHTS = "take the tokenizer of the weights that model.init_from names: they have no embeddings for more ids"
 
 
 def vocabulary_problem(

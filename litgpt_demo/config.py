@@ -148,6 +148,18 @@ def _duration(value: object) -> object:
 Duration = Annotated[timedelta, Field(gt=timedelta()), BeforeValidator(_duration)]
 
 
+def _seconds(value: object) -> object:
+    duration = _duration(value)
+    if isinstance(duration, timedelta):
+        return duration.total_seconds()
+    return duration
+
+
+Seconds = Annotated[float, BeforeValidator(_seconds)]
+"""A number of seconds, or a text as 90s, 5m and 2h."""
+WholeSeconds = Annotated[int, BeforeValidator(_seconds)]
+
+
 def _written_out(path: str) -> str:
     variable = re.search(r"\$(\w+|\{\w+\})", path)
     if variable is not None:
@@ -483,7 +495,7 @@ class DataConfig(Settings, title="Data"):
         return self
 
 
-class ModelConfig(Settings, title="Model", serialize_by_alias=True):
+class ModelConfig(Settings, title="Model"):
     """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
 
     name: str | None = "pythia-14m"
@@ -492,16 +504,16 @@ class ModelConfig(Settings, title="Model", serialize_by_alias=True):
     """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
     """Tokens per training sample; at most the model's block_size."""
-    origin: PathOrUri | None = Field(None, alias="from", exclude_if=lambda origin: origin is None)
+    init_from: PathOrUri | None = Field(None, exclude_if=lambda weights: weights is None)
     """Weights to start from: a run by its name, a checkpoint's folder, a LitGPT or Hugging Face folder, or the Hub's
     `owner/name`. Empty starts from random ones."""
-    with_optimizer: bool = Field(False, exclude_if=lambda wanted: not wanted)
+    load_optimizer_state: bool = Field(False, exclude_if=lambda wanted: not wanted)
     """Also load the optimizer's state from a run or its checkpoint, to decay the learning rate from there."""
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        if self.with_optimizer and self.origin is None:
-            raise ValueError("model.with_optimizer=true takes over what model.from names, and that is empty; give it")
+        if self.load_optimizer_state and self.init_from is None:
+            raise ValueError("model.load_optimizer_state=true needs weights to start from; set model.init_from")
         fields = catalogue.settings(self.name, self.config)
         block_size = fields.get("block_size", self.sequence_length)
         if self.sequence_length > block_size:
@@ -562,20 +574,20 @@ class RestartRule(Settings, title="New attempts"):
 
     attempts: Count | None = Field(None, ge=0)
     """New attempts; empty is `max_restarts`."""
-    wait: float = Field(5.0, ge=0, le=86_400)
+    wait: Seconds = Field(5.0, ge=0, le=86_400)
     """Seconds before the next attempt, doubled after each attempt in a row that committed no new checkpoint."""
-    forgive: bool = False
+    reset_on_progress: bool = False
     """True if a new checkpoint resets the count; an attempt that committed one is not counted."""
 
 
 class RestartSettings(Settings, title="Restarts"):
     """The new attempts after a failed one. Each class has a count of its own; a user error always stops."""
 
-    node_fault: RestartRule = RestartRule(forgive=True)
+    node_fault: RestartRule = RestartRule(reset_on_progress=True)
     """A machine, or a process on it, died."""
-    network_fault: RestartRule = RestartRule(wait=15, forgive=True)
+    network_fault: RestartRule = RestartRule(wait=15, reset_on_progress=True)
     """Nodes lost each other. A switch that restarts needs some time."""
-    preempted: RestartRule = RestartRule(forgive=True)
+    preempted: RestartRule = RestartRule(reset_on_progress=True)
     """The platform took the machine away."""
     hang: RestartRule = RestartRule()
     """A rank sent no heartbeat."""
@@ -589,7 +601,7 @@ class RestartSettings(Settings, title="Restarts"):
     """An unknown exit code: a crash in native code, or a bug."""
     longest_wait: float = Field(600.0, ge=0, le=86_400)
     """Seconds that no wait exceeds."""
-    exclude_after: Count = Field(2, ge=0)
+    exclude_machine_after: Count = Field(2, ge=0)
     """The number of attempts that must blame a machine before the next ones avoid it, where the platform can; 0 avoids
     none."""
 
@@ -688,7 +700,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two evaluations; the last step is always evaluated."""
-    evaluation_windows: TunesRun[Count] = Field(256, gt=0)
+    evaluation_samples: TunesRun[Count] = Field(256, gt=0)
     """The number of validation samples of each source in an evaluation, drawn from its whole validation split. A source
     with fewer gives all of them, once."""
     checkpoint_every: TunesRun[Count] = Field(500, gt=0)
@@ -703,10 +715,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """Keep the checkpoint of every N-th step forever, in addition; empty keeps none."""
     log_every: TunesRun[Count] = Field(1, gt=0)
     """Steps between two metrics lines."""
-    on_not_finite: TunesRun[Literal["stop", "skip"]] = "stop"
+    on_nonfinite: TunesRun[Literal["stop", "skip"]] = "stop"
     """The response to a loss or gradient that is not finite: `stop` names the samples, `skip` omits the update of that
     step and stops at the tenth in a row."""
-    hang_after: TunesRun[float] = Field(900, gt=0)
+    hang_timeout: TunesRun[Seconds] = Field(900, gt=0)
     """Seconds without a heartbeat after which a rank counts as hung: its stacks are kept, and the attempt ends."""
     tensorboard: TunesRun[bool] = False
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
@@ -715,8 +727,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     profile: TunesRun[ProfileConfig | None] = None
     """Also record some steps with torch's profiler; empty records none."""
     max_restarts: TunesRun[Count] = Field(3, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions; `restarts` can set others."""
-    restarts: TunesRun[RestartSettings] = RestartSettings()
+    """New attempts after each of node faults, network faults, hangs and preemptions; `restart_policy` can set others."""
+    restart_policy: TunesRun[RestartSettings] = RestartSettings()
     """The rules of new attempts, by class of failure."""
 
     @model_validator(mode="after")

@@ -1,17 +1,17 @@
 """All time limits that are no setting, in seconds: what waits for what, and why that long.
 
-The settings among them are `train.hang_after` and, on a platform, `gather`, `refused_after` and `grace`.
+Those that are settings: `train.hang_timeout`, and on platforms `startup_timeout`, `admission_timeout`, `grace_period`.
 """
 
 # --- a rank, watched by its node; each is the longest silence between two heartbeats ----------------------------------
 
 FIRST_PASS = 900.0
-"""The first pass of training or evaluation compiles, and meets the other ranks. `train.hang_after` where it is more."""
+"""The first pass of training or evaluation compiles, and meets the other ranks; at least `train.hang_timeout`."""
 STATE_TRANSFER = 7200.0
 """Reading or writing data, a model or a checkpoint: a bucket that keeps refusing can hold up one rank for hours, and
 the others wait for it. A peer that dies is noticed at once."""
 LEAST_COLLECTIVE = 1800.0
-"""torch's own limit of a collective, or twice `train.hang_after`: the node finds a hang, with all stacks, before."""
+"""torch's own limit of a collective, or twice `train.hang_timeout`: the node finds a hang, with all stacks, before."""
 STACKS = 5.0
 """A node waits for its ranks to write their stacks before it ends them."""
 

@@ -140,7 +140,7 @@ async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
 
     claim = replace(await asyncio.to_thread(claim_at, collecting), make_job=make_job)
     for _ in range(2):  # the first may be the training's job, which has saved everything but has not ended
-        await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restarts)
+        await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restart_policy)
         final = await asyncio.to_thread(exported, run.storage)
         if final is not None:
             return final

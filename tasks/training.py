@@ -88,7 +88,7 @@ async def train(
         await run_job(
             claim,
             max_restarts=settings.max_restarts,
-            restarts=settings.restarts,
+            restarts=settings.restart_policy,
             on_row=on_row,
             step=committed[0].step if committed else 0,
             watch=watch,
@@ -110,9 +110,10 @@ def _remaining_budget_seconds(run: Run) -> float | None:
     # Each attempt is booked at the price of its own machines, because the run may have moved since.
     spent = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage)).usd
     per_hour = platform.nodes * price.usd
-    seconds = (limit - spent) / per_hour * 3600 - platform.grace
+    seconds = (limit - spent) / per_hour * 3600 - platform.grace_period
     if seconds <= 0:
-        costs = f"a start and {platform.grace} s to save (platform.grace) cost more at ${per_hour:,.2f} an hour"
+        needed = f"a start and {platform.grace_period} s to save (platform.grace_period)"
+        costs = f"{needed} cost more at ${per_hour:,.2f} an hour"
         what = f"the budget is spent: {run.name} has cost ${spent:,.2f} of start.max_usd={limit:g}, and {costs}"
         raise LauncherError(what, fix="raise start.max_usd and run again: the run continues from its last checkpoint")
     return seconds

@@ -24,7 +24,7 @@ TrainElsewhere: TypeAlias = Callable[..., list[list[int]]]
 MODEL = ModelConfig(name=None, config={"n_layer": 2, "n_embd": 32, "n_head": 2}, sequence_length=32)
 TRAIN: dict[str, Any] = {
     "global_batch": 8, "micro_batch": 2, "max_steps": 12, "warmup_steps": 2, "learning_rate": 0.02,
-    "precision": "32-true", "evaluate_every": 4, "evaluation_windows": 7, "checkpoint_every": 4,
+    "precision": "32-true", "evaluate_every": 4, "evaluation_samples": 7, "checkpoint_every": 4,
 }  # fmt: skip
 
 

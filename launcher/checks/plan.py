@@ -123,10 +123,10 @@ def _about_access(platform: Platform, findings: Sequence[Finding]) -> list[Findi
 def _about_restarts(config: RunConfig | ScriptConfig) -> list[Finding]:
     section, settings = ("train.", config.train) if isinstance(config, RunConfig) else ("", config)
     default = type(settings).model_fields["max_restarts"].default
-    if (settings.max_restarts, settings.restarts) == (default, RestartSettings()):
+    if (settings.max_restarts, settings.restart_policy) == (default, RestartSettings()):
         return []
-    policy = RestartPolicy(run=config.name, max_restarts=settings.max_restarts, settings=settings.restarts)
-    return [Finding("info", "restarts", str(policy), f"{section}max_restarts and {section}restarts change that")]
+    policy = RestartPolicy(run=config.name, max_restarts=settings.max_restarts, settings=settings.restart_policy)
+    return [Finding("info", "restarts", str(policy), f"{section}max_restarts and {section}restart_policy change that")]
 
 
 def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:
@@ -378,7 +378,7 @@ def _training_blockers(inspection: Inspection, memo: _Memo) -> list[Finding]:
     findings += memo.once("corpus", planned.key, lambda: list(warnings_of(planned)))  # reads the start of its texts
     findings += preflight.check_training(config, job, vocab_size=inspection.vocabulary)
     if problem := replay_problem(run.origin, planned.sample_keys, config.train.seed):
-        findings.append(Finding("error", "model.from.samples", *problem))
+        findings.append(Finding("error", "model.init_from.samples", *problem))
     findings += memo.once(  # in a process that takes seconds
         "weights",
         content_hash(config.model, planned.key),

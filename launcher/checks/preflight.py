@@ -75,7 +75,7 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
     """Yield the problems of data, model and training that do not depend on the platform."""
     train, model = config.train, config.model
-    has_weights = model.origin is not None
+    has_weights = model.init_from is not None
     problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
     if problem is not None:
         yield Finding("error", "model.vocabulary", *problem)
@@ -115,10 +115,12 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
 def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]:
     fields = catalogue.settings(model.name, model.config)
     experts = fields.get("n_expert", 0) if fields.get("mlp_class_name") == "LLaMAMoE" else 0
-    if model.origin is None and experts > fields.get("n_expert_per_token", 0):
+    if model.init_from is None and experts > fields.get("n_expert_per_token", 0):
         what = f"the model routes tokens to {experts} experts, but the trainer does not balance their load"
         what += ", without which a training from random weights comes to use few of them"
-        yield Finding("error", "model.experts", what, "start from trained weights (model.from), or take a dense model")
+        yield Finding(
+            "error", "model.experts", what, "start from trained weights (model.init_from), or take a dense model"
+        )
     rows = train.micro_batch * model.sequence_length
     if train.float8 and experts:
         what = "train.float8=true multiplies in multiples of 16 rows, but an expert sees any number of tokens"
@@ -137,11 +139,11 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
         return
     known = run.root.address(run.dataset.path) if dataset is not None else None
     if problem := tokenizer_problem(origin, run.dataset, known):
-        yield Finding("error", "model.from.tokenizer", *problem)
+        yield Finding("error", "model.init_from.tokenizer", *problem)
     remote = run.config.platform.in_containers or is_remote(run.config.root)
     if origin.kind == "checkpoint" and remote and not is_remote(origin.address):
-        what = f"model.from: {origin.address} is on this machine, but the nodes are not"
-        yield Finding("error", "model.from.place", what, "copy that run's folder into a bucket, and name it there")
+        what = f"model.init_from: {origin.address} is on this machine, but the nodes are not"
+        yield Finding("error", "model.init_from.place", what, "copy that run's folder into a bucket, and name it there")
     if vocab_size is not None:
         yield from origin_problems(run, origin, vocab_size=vocab_size)
 
@@ -155,9 +157,11 @@ def origin_problems(run: Run, origin: InitialWeights, *, vocab_size: int) -> Ite
     if done.returncode:
         last_line = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         fix = "check that the files in that folder are complete"
-        yield Finding("error", "model.from", f"{origin.name} cannot be compared with the model: {last_line}", fix)
+        yield Finding("error", "model.init_from", f"{origin.name} cannot be compared with the model: {last_line}", fix)
     else:
-        yield from (Finding("error", "model.from", *problem) for problem in json.loads(done.stdout.splitlines()[-1]))
+        yield from (
+            Finding("error", "model.init_from", *problem) for problem in json.loads(done.stdout.splitlines()[-1])
+        )
 
 
 def check_evaluation(evaluation: EvaluationConfig) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from launcher.images.oci import ImageReference
 from launcher.images.stacks import DEFAULT_STACK, STACKS, Contents, Stack
-from litgpt_demo.config import Count, Settings, discriminator
+from litgpt_demo.config import Count, Settings, WholeSeconds, discriminator
 
 
 class NoImage(Settings, title="No image"):
@@ -120,7 +120,7 @@ class CloudBuildImage(BuiltImage, title="Built with Google Cloud Build"):
     """Machine type of the build."""
     disk: Count = Field(200, ge=10, le=4000)
     """Gigabytes of disk; an image with CUDA and torch takes some 30 of them while it is built."""
-    timeout: Count = Field(7200, ge=60, le=86_400)
+    timeout: WholeSeconds = Field(7200, ge=60, le=86_400)
     """Seconds that the build may take; Cloud Build allows 24 hours."""
 
     @property

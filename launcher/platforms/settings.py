@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES, ListPrice, Machine
-from litgpt_demo.config import Count, Settings, arrange_form
+from litgpt_demo.config import Count, Settings, WholeSeconds, arrange_form
 from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class PlatformSettings(Settings):
     kind: str
     nodes: Count
     processes: Count
-    grace: Count
+    grace_period: WholeSeconds
     usd_per_hour: float | None = Field(None, gt=0)
     """The price of a node for an hour, in dollars; empty is the list price of `machine`, if there is one."""
 
@@ -142,11 +142,11 @@ class PlatformSettings(Settings):
         It has no network test. The network's daemons and cards stay, so that nothing else differs.
         """
         overrides = {**getattr(self, "overrides", {}), "NCCL_NET": "Socket"}
-        return self._changed(gate=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
+        return self._changed(network_test=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
         """Return the settings for a job of one process, which has a whole machine."""
-        return self._changed(nodes=1, processes=1, gate=0, slice_nodes=None)
+        return self._changed(nodes=1, processes=1, network_test=0, slice_nodes=None)
 
     def _changed(self, **changes: Any) -> Self:
         fields = type(self).model_fields
@@ -162,9 +162,9 @@ class ClusterSettings(PlatformSettings):
     """Environment variable to the place where its value is kept."""
     overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
-    gate: Count = Field(60, ge=0, le=60)
+    network_test: WholeSeconds = Field(60, ge=0, le=60)
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
-    grace: Count = Field(30, ge=1, le=3600)
+    grace_period: WholeSeconds = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save after the signal to end."""
 
     @property

@@ -291,8 +291,8 @@ class Claim:
     def nodes_to_exclude(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
         """Return the machines that enough of these verdicts blame."""
         config = self.config
-        restarts = config.train.restarts if isinstance(config, RunConfig) else config.restarts
-        return nodes_to_exclude(verdicts, times=restarts.exclude_after)
+        restarts = config.train.restart_policy if isinstance(config, RunConfig) else config.restart_policy
+        return nodes_to_exclude(verdicts, times=restarts.exclude_machine_after)
 
     def should_reattach(self, last: Attempt) -> bool:
         """Return whether the claim continues the last attempt instead of starting one.

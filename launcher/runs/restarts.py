@@ -24,8 +24,8 @@ _JITTER = 0.25
 _HELPS: Mapping[FailureClass, str] = {
     FailureClass.NODE: "have the machines repaired that attempts/<n>/verdict.json names, and run again",
     FailureClass.NETWORK: "measure the network (flow benchmark-network), repair slow or lost links, and run again",
-    FailureClass.HANG: "the stacks in the attempts' folders name the hung rank; raise train.hang_after if it is slow",
-    FailureClass.PREEMPTED: "save more often (train.checkpoint_every) or allow more time to save (platform.grace); "
+    FailureClass.HANG: "the stacks in the attempts' folders name the hung rank; raise train.hang_timeout if it is slow",
+    FailureClass.PREEMPTED: "save more often (train.checkpoint_every) or raise platform.grace_period; "
     "every preemption of a script counts, because its checkpoints are unknown",
 }
 """The advice when a budget is used up; for the other classes it is that of the verdict."""
@@ -84,7 +84,7 @@ class RestartPolicy:
     def _resets_on_progress(self, fault: FailureClass) -> bool:
         # attempts=0 disables restarts, except that max_restarts=0 does not apply to preemptions.
         rule = self.rule(fault)
-        if rule is None or not rule.forgive:
+        if rule is None or not rule.reset_on_progress:
             return False
         return bool(rule.attempts) or (fault is FailureClass.PREEMPTED and self.settings.preempted.attempts is None)
 
@@ -96,7 +96,7 @@ class RestartPolicy:
             if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
                 return Decision()  # the class has no budget by default, and its verdict has the advice
             ended = f"{spent} attempts ended so"
-            if rule.forgive:
+            if rule.reset_on_progress:
                 ended += " without a new checkpoint"
             return Decision(
                 why=f"no new attempt is left after {fault}: {ended}, and restarts.{_setting(fault)} allows "
@@ -119,7 +119,7 @@ class RestartPolicy:
             rule = self.rule(fault)
             if rule is None or not rule.attempts:
                 forbidden.append(fault)
-            elif rule.forgive:
+            elif rule.reset_on_progress:
                 allowed.append(f"{fault} {rule.attempts} (a new checkpoint resets the count)")
             else:
                 allowed.append(f"{fault} {rule.attempts}")

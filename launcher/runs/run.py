@@ -97,7 +97,7 @@ def plan_run(config: RunConfig) -> Run:
 
 def origin_of(config: RunConfig) -> InitialWeights | None:
     """Return the weights that the config's model starts from."""
-    return find_initial_weights(config.model.origin, config.model.with_optimizer, config.root)
+    return find_initial_weights(config.model.init_from, config.model.load_optimizer_state, config.root)
 
 
 def preview_run(config: RunConfig) -> Run:

@@ -95,7 +95,9 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
     planned, found = cache(plan), cache(find_initial_weights)
     configs = [trial.config for trial in every]
     return [
-        run_of(config, planned(config.data), found(config.model.origin, config.model.with_optimizer, config.root))
+        run_of(
+            config, planned(config.data), found(config.model.init_from, config.model.load_optimizer_state, config.root)
+        )
         for config in configs
     ]
 

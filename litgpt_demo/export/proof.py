@@ -160,7 +160,7 @@ def opened_by_litgpt(
         raise DataError(what, fix=fix)
     parameters = sum(weight.numel() for weight in llm.model.parameters())
     # As many samples as the trainer evaluated at that step, whatever the setting is now; fewer of a large model.
-    trainers_windows = min(checkpoint.evaluation_windows or spec.train.evaluation_windows, len(validation))
+    trainers_windows = min(checkpoint.evaluation_samples or spec.train.evaluation_samples, len(validation))
     sources = validation_sources(validation, trainers_windows)
     affordable = int(_FORWARD_FLOPS / (2 * parameters * validation.length)) // len(sources)
     windows = max(1, min(trainers_windows, affordable))  # of each source

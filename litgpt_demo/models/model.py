@@ -24,7 +24,7 @@ from litgpt_demo.models.loss import Workspace, projected_cross_entropy
 
 def litgpt_config(model: ModelConfig, *, vocab_size: int) -> Config:
     """Return LitGPT's Config of this model; a UserError if it has fewer embeddings than the tokenizer has ids."""
-    has_weights = model.origin is not None
+    has_weights = model.init_from is not None
     problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
     if problem is not None:
         raise UserError(problem[0], fix=problem[1])

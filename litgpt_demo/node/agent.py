@@ -163,8 +163,9 @@ def _hang(silent: Sequence[Beat], beats: Sequence[Beat]) -> RankFailure:
     peers = [f"rank {peer.rank} ({peer.doing}, step {peer.step})" for peer in silent if peer is not culprit]
     also_silent = f"; silent too: {', '.join(peers)}" if peers else ""
     message = (
-        f"Hung: rank {culprit.rank} has given no sign of life for {time.monotonic() - culprit.ticks:.0f} s, which "
-        f"may be {culprit.max_silence:g} s (train.hang_after); it had done {culprit.step} steps and was {culprit.doing}"
+        f"Hung: rank {culprit.rank} has sent no heartbeat for {time.monotonic() - culprit.ticks:.0f} s, "
+        f"the limit is {culprit.max_silence:g} s (train.hang_timeout); "
+        f"it had done {culprit.step} steps and was {culprit.doing}"
         f"{also_silent}. The stacks of all its threads are in {culprit.stacks}, those of its peers in files next to it"
     )
     return RankFailure(

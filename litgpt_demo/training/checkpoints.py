@@ -42,8 +42,8 @@ class CheckpointManifest(Settings):
     """The settings that decided the weights: `model` and `train` of the run's config.json; empty in format 1."""
     validation_loss: float | None
     """The validation loss of this step, if it was evaluated; nats per token."""
-    evaluation_windows: int | None = None
-    """The `train.evaluation_windows` of that loss; with the dataset they determine the samples."""
+    evaluation_samples: int | None = None
+    """The `train.evaluation_samples` of that loss; with the dataset they determine the samples."""
     world_size: int
     versions: dict[str, str]
     files: tuple[FileRecord, ...]
@@ -220,7 +220,7 @@ def steps_to_keep(
     scored: dict[int | None, list[tuple[float, int]]] = {}
     for checkpoint in newest:
         if checkpoint.validation_loss is not None:
-            losses = scored.setdefault(checkpoint.evaluation_windows, [])
+            losses = scored.setdefault(checkpoint.evaluation_samples, [])
             losses.append((checkpoint.validation_loss, -checkpoint.step))
     for losses in scored.values():
         kept |= {-step for _, step in sorted(losses)[:best]}

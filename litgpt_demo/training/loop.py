@@ -121,12 +121,12 @@ class Loop:
         if timer.previous >= limit:
             return
         training.model.train()
-        max_silence = max(timeouts.FIRST_PASS, train.hang_after)
+        max_silence = max(timeouts.FIRST_PASS, train.hang_timeout)
         for step in range(first, spec.steps):
             if step == self._profiler.next:
                 self._profiler.turn(step)
             training.heart.beat(self.done, "training", max_silence=max_silence)
-            max_silence = train.hang_after
+            max_silence = train.hang_timeout
             stats = train_step(training, step)
             time_up = timer.seconds >= limit
             self._reducer.submit(step + 1, stats, leave=bool(self._signals), time_up=time_up)
@@ -189,7 +189,7 @@ class Loop:
         manifest = ranks.run_on_rank_zero(lambda: read_manifest(folder, CheckpointManifest))
         if manifest is None or manifest.validation_loss is not None:
             return
-        evaluated = {"validation_loss": self._evaluate(), "evaluation_windows": train.evaluation_windows}
+        evaluated = {"validation_loss": self._evaluate(), "evaluation_samples": train.evaluation_samples}
 
         def complete() -> None:
             self._report.publish_rows()  # once the manifest has the loss, no attempt would write the row again
@@ -221,8 +221,8 @@ class Loop:
             listed += ", …"
         look = f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`"
         message = f"{problem}; its samples are the windows {listed} of the training split; {look}. {self._advice()}"
-        if spec.train.on_not_finite == "stop":
-            raise UserError(f"{message}, and train.on_not_finite=skip leaves out the update of such a step")
+        if spec.train.on_nonfinite == "stop":
+            raise UserError(f"{message}, and train.on_nonfinite=skip leaves out the update of such a step")
         if self._skips_in_a_row == _MOST_SKIPS_IN_A_ROW:
             many = f"It is step {_MOST_SKIPS_IN_A_ROW} in a row without an update, so it is not the data"
             raise UserError(f"{message}. {many}")
@@ -254,7 +254,7 @@ def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str |
         return None
     return (
         f"two steps and a save took {needed:.3g} s ({step:.3g} s a step, {save:.3g} s the save), but the platform "
-        f"waits {grace} s for a job that it takes away: its last steps would be lost. Set platform.grace to "
+        f"waits {grace} s for a job that it takes away: its last steps would be lost. Set platform.grace_period to "
         f"{math.ceil(needed + save)} where it can wait (a Spot VM is gone after 30 s), or save more often with a "
         "smaller train.checkpoint_every"
     )
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         spec = read_spec(run)
     else:
         spec = read_spec(run.within(f"{ATTEMPTS}/{args.attempt}"))
-    with Heartbeat(max_silence=spec.train.hang_after) as heart:
+    with Heartbeat(max_silence=spec.train.hang_timeout) as heart:
         heart.beat(0, "meeting the other ranks", max_silence=timeouts.STATE_TRANSFER)
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:

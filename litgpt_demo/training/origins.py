@@ -1,4 +1,4 @@
-"""The weights that `model.from` names, found and pinned by their checksums, without torch.
+"""The weights that `model.init_from` names, found and pinned by their checksums, without torch.
 
 A checkpoint of a run is read where it lies. A folder is copied to weights/<key>/ below the root before a job begins.
 """
@@ -56,10 +56,12 @@ def find_initial_weights(name: str | None, optimizer: bool, root: str) -> Initia
         fix = "give the whole name of a run (`train-litgpt runs`), a checkpoint of one, a folder with lit_model.pth "
         fix += f"and model_config.yaml, or with config.json and {_SAFETENSORS}, as transformers' save_pretrained "
         fix += "writes it, or owner/name of such a one on the Hub"
-        raise UserError(f"model.from={name} holds no weights to start from", fix=fix)
+        raise UserError(f"model.init_from={name} holds no weights to start from", fix=fix)
     if optimizer and found.kind != "checkpoint":
         fix = "leave it out, or name a run, or a checkpoint of one"
-        raise UserError(f"model.with_optimizer=true, and model.from={name} has no optimizer's state", fix=fix)
+        raise UserError(
+            f"model.load_optimizer_state=true, and model.init_from={name} has no optimizer's state", fix=fix
+        )
     return found.model_copy(update={"optimizer": optimizer})
 
 
@@ -85,7 +87,7 @@ def _of_hub(repository: str, revision: str | None) -> InitialWeights | None:
     if names[0] not in listed:
         return None
     if missing := [name for name in names if name not in listed]:
-        what = f"model.from: {repository} has no {', '.join(missing)}"
+        what = f"model.init_from: {repository} has no {', '.join(missing)}"
         raise UserError(what, fix="ask its author for the whole model")
     files = {name: listed[name] for name in names}
     return InitialWeights(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
@@ -131,7 +133,7 @@ def _of_run(place: Storage, name: str) -> InitialWeights | None:
             return None
         if not checkpoints.reached_end(there[0], spec := read_spec(place)):
             steps = ", ".join(f"{name.rstrip('/')}/{checkpoints.folder_of(one.step)}" for one in there)
-            what = f"model.from={name} has reached step {there[0].step} of {spec.steps}"
+            what = f"model.init_from={name} has reached step {there[0].step} of {spec.steps}"
             raise UserError(what, fix=f"name one of its checkpoints: {steps}")
         place = place.within(checkpoints.folder_of(there[0].step))
     manifest = read_manifest(place, CheckpointManifest)
@@ -155,7 +157,7 @@ def _of_folder(place: Storage) -> InitialWeights | None:
         if not place.exists(names[0]):
             return None
         fix = "copy the whole folder there, as it was written"
-        raise UserError(f"model.from: {error.filename} is missing", fix=fix) from error
+        raise UserError(f"model.init_from: {error.filename} is missing", fix=fix) from error
 
 
 def _origin(kind: str, place: Storage, files: list[ObjectInfo] | tuple[FileRecord, ...]) -> InitialWeights:
@@ -208,7 +210,7 @@ def replay_problem(origin: InitialWeights | None, keys: set[str], seed: int) -> 
     seen = f"come in the order in which the weights of {origin.name} have seen them, from the first one on"
     seeds = {number for _, number in origin.trained_on}
     free = next(number for number in count(1) if number not in seeds)
-    what = f"{samples} {seen}, and model.with_optimizer=true continues that training"
+    what = f"{samples} {seen}, and model.load_optimizer_state=true continues that training"
     return what, f"set another train.seed, such as {free}, or train on another dataset"
 
 
@@ -231,13 +233,15 @@ def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: 
             folder = f"{source}/tokenizer"
         theirs = open_storage(folder).read(_TOKENIZER)
     except (FileNotFoundError, DataError) as error:
-        what = f"the tokenizer of model.from is not there, so that nobody knows what ids mean to its weights: {error}"
+        what = (
+            f"the tokenizer of model.init_from is not there, so that nobody knows what ids mean to its weights: {error}"
+        )
         return what, f"put its {_TOKENIZER} there"
     if dataset is not None:
         ours = open_storage(dataset).read(f"tokenizer/{_TOKENIZER}")
     fix = f"take its own: data.tokenizer={json.dumps({'kind': 'litgpt', 'path': folder})}"
     if ours is None:
-        return "data.tokenizer is to be trained anew, and the weights of model.from know another one's ids", fix
+        return "data.tokenizer is to be trained anew, and the weights of model.init_from know another one's ids", fix
     one, other = (Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True) for content in (ours, theirs))
     wrong = len({*one.values()} & {one[text] for text in one if other.get(text) != one[text]})
     return (f"{wrong:,} ids of data.tokenizer mean other texts to the weights of {origin.name}", fix) if wrong else None

@@ -188,7 +188,7 @@ class Saver:
             trained_on=tuple(sorted({*own, *earlier})),
             config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},
             validation_loss=validation_loss,
-            evaluation_windows=None if validation_loss is None else train.evaluation_windows,
+            evaluation_samples=None if validation_loss is None else train.evaluation_samples,
             seconds=seconds,
             world_size=spec.world_size,
             versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},

@@ -46,7 +46,7 @@ def open_fabric(train: TrainConfig) -> Fabric:
     processes, nodes = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     world_size = processes * nodes
     # The node detects a hang, with the stacks of all ranks (litgpt_demo.heartbeat), before torch gives up.
-    timeout = timedelta(seconds=max(timeouts.LEAST_COLLECTIVE, 2 * train.hang_after))
+    timeout = timedelta(seconds=max(timeouts.LEAST_COLLECTIVE, 2 * train.hang_timeout))
     strategy: str | DDPStrategy | ModelParallelStrategy = "auto"
     if train.strategy in {"fsdp", "hybrid"} and world_size > 1:
         shard, degree = partial(_apply_fsdp, train=train), train.shard_degree(nodes, processes)

@@ -105,7 +105,7 @@ def _read_weights(training: Training, origin: InitialWeights, folder: Path) -> N
     if origin.kind == "litgpt" and training.ranks.rank == 0:
         wrappers = _read_litgpt(origin, folder)[1]
         if wrappers:
-            print(f"model.from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
+            print(f"model.init_from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
 
 
 def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ def train_step(training: Training, step: int) -> LocalStepStats:
     batches, data_wait = training.feed.get(step)
     module, last = training.model.module, len(batches)
     sharded = isinstance(module, FSDPModule)
-    total, skips = torch.zeros((), device=fabric.device), train.on_not_finite == "skip"
+    total, skips = torch.zeros((), device=fabric.device), train.on_nonfinite == "skip"
     windows, token_losses = training.data.train, list[Tensor]()
     for index, (inputs, targets) in enumerate(batches, 1):
         if isinstance(windows, MixtureDataset):
@@ -182,18 +182,18 @@ class MetricReducer:
 def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]:
     """Return the mean validation loss, and that of each source by its name.
 
-    For a mixture, the mean is weighted by the sources' shares. The samples are `evaluation_windows` of each source, the
+    For a mixture, the mean is weighted by the sources' shares. The samples are `evaluation_samples` of each source, the
     same ones on any number of ranks.
     """
     fabric, train, windows = training.fabric, training.spec.train, training.data.validation
-    sources = validation_sources(windows, train.evaluation_windows)
+    sources = validation_sources(windows, train.evaluation_samples)
     sums = torch.zeros(len(sources), dtype=torch.float64, device=fabric.device)
     training.model.eval()
     for index, source in enumerate(sources):
         numbers = source.sample_ids[fabric.global_rank :: fabric.world_size]
         # Every rank makes the same number of forward passes, with an empty share as zero weight: FSDP's are collective.
         for start in range(0, math.ceil(len(source.sample_ids) / fabric.world_size), train.micro_batch):
-            limit = max(timeouts.FIRST_PASS, train.hang_after)
+            limit = max(timeouts.FIRST_PASS, train.hang_timeout)
             training.heart.beat(done, "evaluating", max_silence=limit)
             part = numbers[start : start + train.micro_batch]
             samples = read_samples(windows, part if len(part) else source.sample_ids[:1], fabric.device)

@@ -54,7 +54,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "training.yaml").write_text(TRAINING)
     (tmp_path / "pi.py").touch()
     (tmp_path / "script.yaml").write_text("name: pi\nroot: out\nscript: pi.py\n")
-    (tmp_path / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace: 7}\n")
+    (tmp_path / "there.yaml").write_text("root: there\nplatform: {kind: local, nodes: 1, grace_period: 7}\n")
     (tmp_path / "sweep.yaml").write_text(TRAINING + "sweep: {grid: {train.seed: [1, 2]}}\n")
     return tmp_path
 
@@ -519,9 +519,9 @@ def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:
     made = parameters_with("train-litgpt", deployed, {"train.learning_rate": 3e-4})
     wanted = validated(RunConfig, overridden(document, {"train.learning_rate": 3e-4, "train.seed": 7}), where="test")
     assert made == {**wanted.model_dump(mode="json"), "overrides": {}}
-    profile = {"root": "there", "platform": {"kind": "local", "grace": 7}}
+    profile = {"root": "there", "platform": {"kind": "local", "grace_period": 7}}
     moved = parameters_with("train-litgpt", deployed, {"platform.processes": 2}, profile=profile)
-    assert (moved["root"], moved["platform"]["grace"], moved["platform"]["processes"]) == ("there", 7, 2)
+    assert (moved["root"], moved["platform"]["grace_period"], moved["platform"]["processes"]) == ("there", 7, 2)
     assert moved["train"]["seed"] == 7
     with pytest.raises(ConfigProblem, match=r"train\.lerning_rate: unknown setting"):
         parameters_with("train-litgpt", deployed, {"train.lerning_rate": 1})

@@ -18,7 +18,13 @@ IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
 
 def gke(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> GkePlatform:
     """The platform, by the cluster's kubeconfig."""
-    given = {"kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "grace": 1, "gate": 0} | settings
+    given = {
+        "kind": "gke",
+        "kubeconfig": str(cluster.kubeconfig),
+        "nodes": 2,
+        "grace_period": 1,
+        "network_test": 0,
+    } | settings
     return GkePlatform(GkePlatformConfig.model_validate(given), removal=removal)
 
 

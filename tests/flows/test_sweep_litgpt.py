@@ -259,7 +259,7 @@ def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fi
 @pytest.mark.parametrize(
     "sweep",
     [
-        {"grid": {"train.learning_rate": ["1e-2", 1], "model.from": [None]}},
+        {"grid": {"train.learning_rate": ["1e-2", 1], "model.init_from": [None]}},
         {"grid": {"train.max_time": ["2h"], "train.seed": [7, 8]}},
         {
             "grid": {},

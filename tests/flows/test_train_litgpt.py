@@ -146,7 +146,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     folder = plan_run(trained.config).storage.address("final/litgpt")
 
     def continued(**changes: Any) -> RunConfig:
-        asked = {"name": "continued", "model.from": folder, **changes}
+        asked = {"name": "continued", "model.init_from": folder, **changes}
         return validated(RunConfig, overridden(trained.config.model_dump(mode="json"), asked), where="it")
 
     async def refused(claim: Any, **_: Any) -> None:
@@ -164,22 +164,22 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     assert run.key != plan_run(trained.config).key
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}
     findings = " ".join(one.what for one in plan_of(continued(**wrong)).findings)
-    assert "data.tokenizer is to be trained anew, and the weights of model.from know" in findings
+    assert "data.tokenizer is to be trained anew, and the weights of model.init_from know" in findings
     assert "n_head 4, and the weights of" in findings
 
 
 def test_the_plan_refuses_a_start_on_the_samples_of_its_origin(trained: Any, monkeypatch: Any) -> None:
     """With the optimizer's state; weights alone may start on them."""
     monkeypatch.setattr("launcher.checks.preflight.check_origin", lambda *_, **__: [])
-    settings = trained.config.model_dump(mode="json", by_alias=True)
-    settings["model"] |= {"from": plan_run(trained.config).name, "with_optimizer": True}
+    settings = trained.config.model_dump(mode="json")
+    settings["model"] |= {"init_from": plan_run(trained.config).name, "load_optimizer_state": True}
 
     def codes(**changes: Any) -> list[str]:
         config = validated(RunConfig, overridden(settings, changes), where="it")
-        return [finding.code for finding in plan_of(config).findings if finding.code.startswith("model.from")]
+        return [finding.code for finding in plan_of(config).findings if finding.code.startswith("model.init_from")]
 
-    assert codes() == ["model.from.samples"]
-    assert codes(**{"train.seed": 2}) == codes(**{"model.with_optimizer": False}) == []
+    assert codes() == ["model.init_from.samples"]
+    assert codes(**{"train.seed": 2}) == codes(**{"model.load_optimizer_state": False}) == []
 
 
 def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_image_and_access(

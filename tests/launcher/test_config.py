@@ -158,7 +158,9 @@ def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may
 
 def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(tmp_path: Path) -> None:
     config, there = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
-    config.write_text("name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace: 5}\n")
+    config.write_text(
+        "name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace_period: 5}\n"
+    )
     there.write_text("platform: {kind: local, processes: 2}\n")
     assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=there) == {
         "name": "mine",
@@ -199,7 +201,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ({"train": {"betas": 0.9}}, "train.betas: 0.9 given; input should be a list, as [0.9]"),
         ({"train": {"seed": 2**64}}, "train.seed: 18446744073709551616 given; input should be less than"),
         ({"train": {"learning_rate": math.inf}}, "train.learning_rate: inf given; input should be a finite number"),
-        ({"train": {"hang_after": math.inf}}, "train.hang_after: inf given; input should be a finite number"),
+        ({"train": {"hang_timeout": math.inf}}, "train.hang_timeout: inf given; input should be a finite number"),
         (
             {"platform": {"kind": "slurm", "usd_per_hour": math.inf}},
             "usd_per_hour: inf given; input should be a finite",

@@ -262,7 +262,7 @@ def test_the_budget_counts_an_attempt_at_its_own_price(
 ) -> None:
     """The first attempt has held its machine for an hour; the run has $11 and goes on elsewhere."""
     first, moved = (
-        plan_run(tiny({"platform.usd_per_hour": usd, "platform.grace": 60, "start.max_usd": 11}))
+        plan_run(tiny({"platform.usd_per_hour": usd, "platform.grace_period": 60, "start.max_usd": 11}))
         for usd in (before, now)
     )
     assert first.name == moved.name
@@ -662,7 +662,7 @@ def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_i
 def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:
     """Run a job that Slurm takes, and that then has this fate."""
     cluster.fate = fate
-    section = {"kind": "slurm", "nodes": 2, "refused_after": 0}
+    section = {"kind": "slurm", "nodes": 2, "admission_timeout": 0}
     platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
     asyncio.run(run_job(claim_on(platform, folder, "demo", platform=section), max_restarts=3, restarts=AT_ONCE))
 

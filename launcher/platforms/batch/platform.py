@@ -62,7 +62,7 @@ class BatchPlatform:
     """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id.
 
     Args:
-        grace: seconds that the peers of a failed node have to end by themselves, and to say what they saw.
+        grace_period: seconds that the peers of a failed node have to end by themselves, and to say what they saw.
         settle: seconds that the last lines may take to Cloud Logging.
         patience: seconds that a cancelled job may take to end.
     """
@@ -75,12 +75,12 @@ class BatchPlatform:
         self,
         settings: BatchPlatformConfig,
         *,
-        grace: float = 20.0,
+        grace_period: float = 20.0,
         settle: float = 10.0,
         patience: float = timeouts.BATCH_CANCELLATION,
     ) -> None:
         self._settings = settings
-        self._grace, self._settle, self._patience = grace, settle, patience
+        self._grace_period, self._settle, self._patience = grace_period, settle, patience
 
     @cached_property
     def _batch(self) -> batch_v1.BatchServiceClient:
@@ -192,7 +192,7 @@ class BatchPlatform:
         if job is None:
             return JobStatus(state=JobState.ABSENT, native="absent")
         tasks = [] if states.state_of(job) is JobState.PENDING else self._tasks(job_id)
-        return states.status_of(job, tasks, now=time.time(), grace=self._grace, settle=self._settle)
+        return states.status_of(job, tasks, now=time.time(), grace_period=self._grace_period, settle=self._settle)
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
         job = self._job(job_id)

@@ -66,7 +66,8 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
         memory = machine.memory_gib * 1024 - max(2048, machine.memory_gib * 1024 // 10)
         resources = {"cpuMilli": machine.cpus * 1000, "memoryMib": memory}
     # Batch restarts single tasks. One of several nodes cannot join its peers again, which takes a new attempt.
-    restarts = settings.restarts if job.nodes == 1 else 0
+    restarts = settings.in_place_restarts if job.nodes == 1 else 0
+    longest = settings.flex_start_duration or settings.max_duration
     lifecycle = [{"action": "FAIL_TASK", "actionCondition": {"exitCodes": STOPS}}]
     server, _, path = (settings.nfs or "").partition(":")
     nfs = {"nfs": {"server": server, "remotePath": path}, "mountPath": settings.nfs_path}
@@ -78,7 +79,7 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
             "maxRetryCount": restarts,
             **drop_empty(
                 lifecyclePolicies=restarts and lifecycle,
-                maxRunDuration=settings.max_seconds and f"{settings.max_seconds}s",
+                maxRunDuration=longest and f"{longest}s",
                 volumes=settings.nfs and [nfs],
             ),
             "environment": {
@@ -136,7 +137,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
         *(["--network=host"] if job.nodes > 1 else []),
         f"--shm-size={shm}",
         "--ulimit=memlock=-1",
-        f"--stop-timeout={settings.grace + 20}",
+        f"--stop-timeout={settings.grace_period + 20}",
         f"--env-file={VARIABLES}",
     ]
     if settings.node_gpus and settings.os == "cos":
@@ -157,7 +158,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
             run_id="env:LITGPT_ATTEMPT",
             directory=DIRECTORY,
             log_flags=("--log-uri", job.directory),
-            grace=settings.grace,
+            grace=settings.grace_period,
         ),
         "options": " ".join(options),
         "volumes": volumes,
@@ -173,7 +174,7 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
         yield script("gpus", _DEBIAN_GPUS if settings.os == "debian" else _COS_GPUS)
     if job.nodes > 1:
         # Behind this barrier all VMs run, and the list of them is complete.
-        yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.gather}s"}
+        yield {"displayName": "all-up", "barrier": {"name": "all-up"}, "timeout": f"{settings.startup_timeout}s"}
         if settings.os == "cos":
             yield script("firewall", _COS_FIREWALL)
     yield script("node", _node_variables(job.attempt_name, job.nodes))

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from launcher.machines import require_gpus
 from launcher.platforms.settings import ClusterSettings, without_default
-from litgpt_demo.config import Count, PositiveCount, discriminator
+from litgpt_demo.config import Count, WholeSeconds, discriminator
 
 # In seconds. Batch takes more, and stops the job there all the same
 # (https://docs.cloud.google.com/batch/docs/set-timeouts, TaskSpec.max_run_duration of google.cloud.batch_v1).
@@ -41,10 +41,14 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     spot: bool = False
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: bool = False
-    """Dynamic Workload Scheduler: wait until all machines are to be had, for `max_seconds` of use."""
+    """Dynamic Workload Scheduler: wait for all machines at once, for `flex_start_duration` of use."""
+    flex_start_duration: WholeSeconds | None = Field(
+        None, gt=0, le=LONGEST_FLEX_START, json_schema_extra=without_default
+    )
+    """The time that flex-start machines are used, such as 48h or 172800 seconds; 7 days at most."""
     reservation: str | None = Field(None, pattern=r"^projects/[^/]+/zones/[^/]+/reservations/[^/]+$")
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
-    max_seconds: PositiveCount | None = Field(None, le=LONGEST, json_schema_extra=without_default)
+    max_duration: WholeSeconds | None = Field(None, gt=0, le=LONGEST, json_schema_extra=without_default)
     """Longest that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
     compact: bool = False
     """Place the machines close to each other."""
@@ -85,9 +89,9 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     needs neither: the job's service account pulls from it."""
     registry_password: str | None = None
     """Secret of Secret Manager with its password: projects/…/secrets/…/versions/latest."""
-    gather: Count = Field(1800, ge=60, le=LONGEST)
+    startup_timeout: WholeSeconds = Field(1800, ge=60, le=LONGEST)
     """Seconds that nodes which are up wait for the last one."""
-    restarts: Count = Field(1, ge=0, le=10)
+    in_place_restarts: Count = Field(1, ge=0, le=10)
     """Restarts in place of a job with one node; more nodes can only start together, which is a new attempt."""
 
     @property
@@ -119,9 +123,8 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
         chosen = [name for name, is_chosen in ways.items() if is_chosen]
         if len(chosen) > 1:
             raise ValueError(f"platform.{' and platform.'.join(chosen)} are different ways to buy a machine; keep one")
-        if self.flex_start and not 0 < (self.max_seconds or 0) <= LONGEST_FLEX_START:
-            limit = "not given" if self.max_seconds is None else self.max_seconds
-            what = f"platform.flex_start buys machines for a known time, and platform.max_seconds is {limit}"
-            fix = f"say how long the job may run, {LONGEST_FLEX_START} (a week) at most"
-            raise ValueError(f"{what}; {fix}: another attempt goes on where this one ends")
+        if self.flex_start != (self.flex_start_duration is not None):
+            raise ValueError("platform.flex_start=true needs platform.flex_start_duration, and the reverse; set both")
+        if self.flex_start and self.max_duration is not None:
+            raise ValueError("platform.max_duration is platform.flex_start_duration with flex_start; leave it out")
         return self

@@ -71,7 +71,7 @@ def _ended(job: Job, task: Task) -> EndedTask:
                 break
     why = BATCH_CODES[code][1] if code in BATCH_CODES else ""
     if code == _TOO_LONG and _waited_in_vain(job, events):
-        why = f"Batch's {_TOO_LONG}: its peers were not there within platform.gather"
+        why = f"Batch's {_TOO_LONG}: its peers were not there within platform.startup_timeout"
         code = EXIT_CODES[FailureClass.NETWORK]
     message = f"node {node} failed without an exit code" if code is None else f"node {node} ended with {code}"
     if why:
@@ -90,8 +90,8 @@ def _waited_in_vain(job: Job, events: Sequence[StatusEvent]) -> bool:
     return not begun or _seconds(events[-1]) - begun[-1] < (limit.total_seconds() if limit else LONGEST) - 1
 
 
-def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, settle: float) -> JobStatus:
-    """Return the job's state at `now`, in seconds since the epoch; see BatchPlatform for `grace` and `settle`."""
+def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace_period: float, settle: float) -> JobStatus:
+    """Return the job's state at `now`, in seconds since the epoch; BatchPlatform explains the other two."""
     native, done, events = job.status.state.name, ended(job, tasks), job.status.status_events
     state, details = state_of(job), [native]
     if state is JobState.PENDING and events and events[-1].type_ != "STATUS_CHANGED":
@@ -105,7 +105,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace: float, sett
         all_done = len(done) == sum(group.task_count for group in job.task_groups)
         lost_its_vm = failed[0].code in BATCH_CODES  # then no report comes from it
         if state is JobState.RUNNING and not all_done and not lost_its_vm:
-            deadline += grace
+            deadline += grace_period
         state = JobState.FAILED if now >= deadline else JobState.RUNNING
     end = None
     if state.is_final:

@@ -208,7 +208,7 @@ class GkePlatform:
             watch.refused_since = math.inf
             return status
         watch.refused_since = min(watch.refused_since, now)
-        if now - watch.refused_since <= self._settings.refused_after:
+        if now - watch.refused_since <= self._settings.admission_timeout:
             return status
         return replace(status, refused=refusals[0])
 
@@ -238,7 +238,7 @@ class GkePlatform:
         what holds it.
         """
         _stop(self._jobs, job_id)
-        job, limit = states.JobName.parse(job_id), self._settings.grace + self._removal
+        job, limit = states.JobName.parse(job_id), self._settings.grace_period + self._removal
         ends, pause = time.monotonic() + limit, 0.1
         cluster = self.cluster.with_deadline(limit)
         refused: dict[api.Resource, api.Forbidden] = {}

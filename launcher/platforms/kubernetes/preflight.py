@@ -82,9 +82,9 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
         fix = "give the node pool's service account access to the root, or leave platform.host_network out"
         yield warning("host-network-identity", what, fix)
     # https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms: 30 s from the notice to the end.
-    if settings.spot and settings.grace > 25:
-        what = f"ranks are given {settings.grace} s to save, and Spot VMs are gone 30 s after their notice"
-        yield warning("spot-grace", what, "set platform.grace to 25 or less")
+    if settings.spot and settings.grace_period > 25:
+        what = f"ranks are given {settings.grace_period} s to save, and Spot VMs are gone 30 s after their notice"
+        yield warning("spot-grace", what, "set platform.grace_period to 25 or less")
     if settings.uid == 0 and not fabric.root:  # some networks need root
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
         yield warning("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")

@@ -122,7 +122,7 @@ _SCHEDULER = (
     Phrase(r"didn't match (Pod's node affinity/selector)", "selector",
            "no machine has the requested labels",
            "compare platform.machine, node_pool, node_selector, reservation, spot, exclude_nodes and machines that the "
-           "run avoids (restarts.exclude_after) with `kubectl get nodes --show-labels`"),
+           "run avoids (restart_policy.exclude_machine_after) with `kubectl get nodes --show-labels`"),
     Phrase(r"((?:didn't match pod|didn't satisfy existing pods) anti-affinity)", "apart",
            "machines are taken by another job with a receive daemon, of which there can be one",
            "wait for it to end, or add machines"),

@@ -109,7 +109,7 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
             "targetReplicatedJobs": [NODES],
         }
         # BlockingRecreate: no pod of the next life starts before the last of this one is gone (jobset#665, #684).
-        how = {"maxRestarts": settings.restarts, "restartStrategy": "BlockingRecreate", "rules": [hopeless]}
+        how = {"maxRestarts": settings.in_place_restarts, "restartStrategy": "BlockingRecreate", "rules": [hopeless]}
         made = {"metadata": {"labels": labels}, "spec": _gang(job, template)}
         spec |= {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
@@ -198,7 +198,7 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         run_id="env:LITGPT_ATTEMPT",
         directory=DIRECTORY,
         log_flags=("--log-uri", job.directory),
-        grace=settings.grace,
+        grace=settings.grace_period,
         stage=job.stage if settings.stage == "copy" else (),
     )
     container = {
@@ -229,8 +229,8 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
     if settings.slice_nodes is not None:
         annotations["kueue.x-k8s.io/podset-slice-required-topology"] = f"{label}subblock"
         annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
-    if settings.flex_start is not None and settings.queue is not None:
-        annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start)
+    if settings.flex_start and settings.queue is not None:
+        annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start_duration)
     # With the group, the trainer can write to volumes and to a claim's files. Such a pod has no user if the daemons of
     # its network run as their images say.
     security: dict[str, Any] = {}
@@ -241,7 +241,8 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
     claims = [{"name": claim, "resourceClaimTemplateName": f"{job.attempt_name}-{claim}"} for claim in network.claims]
     spec = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": settings.grace + 20,  # torchrun's last kill, and the logs' way to the bucket
+        "terminationGracePeriodSeconds": settings.grace_period
+        + 20,  # torchrun's last kill, and the logs' way to the bucket
         **drop_empty(serviceAccountName=settings.service_account),  # Workload Identity needs its name, not its token
         "automountServiceAccountToken": False,
         **drop_empty(securityContext=security),

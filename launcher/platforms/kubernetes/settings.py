@@ -12,7 +12,7 @@ from launcher.machines import MACHINES, require_gpus
 from launcher.networks import DEFAULT, InPods, PodSettings, chosen_network, require_fit
 from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded
-from litgpt_demo.config import Count, PositiveCount, discriminator
+from litgpt_demo.config import Count, PositiveCount, WholeSeconds, discriminator
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -86,8 +86,10 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     """Number of nodes to place together in one subblock; A4X recipes take 16, of the 18 that share NVLink."""
     spot: bool = False
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
-    flex_start: PositiveCount | None = None
-    """Dynamic Workload Scheduler: seconds of use of all machines, which start together."""
+    flex_start: bool = False
+    """Dynamic Workload Scheduler: wait until all machines can start together, for `flex_start_duration` of use."""
+    flex_start_duration: WholeSeconds | None = Field(None, gt=0)
+    """The time that flex-start machines are used, such as 48h or 172800 seconds."""
     reservation: str | None = None
     """Only machines of this Compute Engine reservation."""
     service_account: str | None = Field(None, pattern=OBJECT_NAME)
@@ -110,11 +112,11 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     """Only nodes whose scratch space is local SSD."""
     shm: str | None = Field(None, pattern=QUANTITY)
     """Size of /dev/shm; empty is what the network profile's publishers use."""
-    restarts: Count = Field(1, ge=0)
+    in_place_restarts: Count = Field(1, ge=0)
     """Restarts of the whole job in place after a fault or a preemption, by JobSet. Then a new attempt."""
-    refused_after: Count = Field(600, ge=0)
+    admission_timeout: WholeSeconds = Field(600, ge=0)
     """Seconds that the cluster may refuse a job's pods (a quota, a policy, an image) before the run ends with that."""
-    ttl: Count = Field(86_400, ge=0)
+    ttl: WholeSeconds = Field(86_400, ge=0)
     """Seconds that an ended job is kept in the cluster."""
 
     @property
@@ -156,11 +158,13 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
             raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
         if self.slice_nodes is not None and self.nodes % self.slice_nodes:
             raise ValueError(f"platform.nodes={self.nodes} is no multiple of slice_nodes={self.slice_nodes}")
-        if self.spot and self.flex_start is not None:
+        if self.flex_start != (self.flex_start_duration is not None):
+            raise ValueError("platform.flex_start=true needs platform.flex_start_duration, and the reverse; set both")
+        if self.spot and self.flex_start:
             raise ValueError("platform.spot and platform.flex_start are two ways to buy a machine; keep one")
-        if self.workload == "job" and self.restarts > 1:
-            what = f"platform.restarts={self.restarts}: a plain Job cannot restart as a whole, train.max_restarts does"
-            raise ValueError(f"{what}; leave it out, or take platform.workload=jobset")
+        if self.workload == "job" and self.in_place_restarts > 1:
+            what = f"platform.in_place_restarts={self.in_place_restarts} needs a JobSet"
+            raise ValueError(f"{what}, because a plain Job cannot restart as a whole; set platform.workload=jobset")
         if self.stage == "fuse" and self.service_account is None:
             raise ValueError("platform.stage=fuse mounts the bucket as platform.service_account; name one")
         return self

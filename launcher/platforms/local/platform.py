@@ -53,7 +53,7 @@ class LocalPlatform:
     def __init__(self, settings: LocalPlatformConfig) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")
         self._state = (home / "jobs").absolute()
-        self._port, self._grace = settings.port, settings.grace
+        self._port, self._grace = settings.port, settings.grace_period
         self._cores = usable_cores()
         self._working_directory = Path.cwd()
 

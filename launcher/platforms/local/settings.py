@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from launcher.platforms.settings import PlatformSettings
-from litgpt_demo.config import Count, discriminator
+from litgpt_demo.config import Count, WholeSeconds, discriminator
 from litgpt_demo.errors import Finding
 
 
@@ -27,7 +27,7 @@ class LocalPlatformConfig(PlatformSettings, title="This machine"):
     port: int | None = Field(None, ge=1024, le=65535)
     """The port on which node 0 listens; empty takes one that is free when the job begins."""
     # Nobody takes this machine away at a certain time; 10 were too few for two steps and a save under load.
-    grace: Count = Field(60, ge=1, le=3600)
+    grace_period: WholeSeconds = Field(60, ge=1, le=3600)
     """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:

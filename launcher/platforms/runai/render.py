@@ -64,7 +64,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         master=PYTORCHJOB,
         directory=f"{SCRATCH}/{job.attempt_name}",
         log_flags=("--log-uri", job.directory, "--log-every", "10"),  # seconds; that copy is what is read
-        grace=settings.grace,
+        grace=settings.grace_period,
     )
     packed_command = ("python", *arguments[:3], SPEC, pack(arguments[3:], hidden))
     unpacked = {

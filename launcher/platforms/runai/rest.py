@@ -283,7 +283,7 @@ def body(work: Workload) -> dict[str, Any]:
         "backoffLimit": 0,
         "restartPolicy": "Never",
         "cleanPodPolicy": "Running",
-        "terminationGracePeriodSeconds": settings.grace + 20,
+        "terminationGracePeriodSeconds": settings.grace_period + 20,
     }
     return {
         "name": job.attempt_name,

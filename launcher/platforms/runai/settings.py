@@ -16,7 +16,7 @@ from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, ByMultus, MultusSettings, chosen_network, require_fit
 from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
-from litgpt_demo.config import Count, PositiveCount, Settings, discriminator
+from litgpt_demo.config import Count, PositiveCount, Settings, WholeSeconds, discriminator
 from litgpt_demo.secrets import is_protected, origin_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     """Run as this group id."""
     interactive: bool = False
     """Pods only wait (`sleep infinity`); the command that `train-litgpt render` prints is then run in each by hand."""
-    grace: Count = Field(20, ge=1, le=3600)
+    grace_period: WholeSeconds = Field(20, ge=1, le=3600)
     """Seconds that ranks have to save when they are asked to leave; Kubernetes gives a pod 30 seconds by itself."""
 
     @property

@@ -356,7 +356,7 @@ class SlurmPlatform:
         refused, now = None, time.monotonic()
         if not lasts:
             self._stuck_since.pop(row.name, None)
-        elif now >= self._stuck_since.setdefault(row.name, now) + self._settings.refused_after:
+        elif now >= self._stuck_since.setdefault(row.name, now) + self._settings.admission_timeout:
             refused = reasons[0]
         native, start = row.native, _moment(row.start)
         if start is not None:  # not in the reason, which is reported each time that its text changes
@@ -376,13 +376,13 @@ class SlurmPlatform:
         while (row := self._live(job_id)) is not None:
             if row.state == "RUNNING" and not cancelled:
                 self._scancel(row, "--signal=TERM")
-            elif row.state != "RUNNING" or time.monotonic() > start + self._settings.grace:
+            elif row.state != "RUNNING" or time.monotonic() > start + self._settings.grace_period:
                 self._scancel(row)
             if not cancelled:
                 cancelled = True
                 content = json.dumps({"cancelled": time.time()}).encode()
                 open_storage(SlurmJob.of(job_id).directory).write(CANCELLED, content)
-            if time.monotonic() > start + self._settings.grace + 120:
+            if time.monotonic() > start + self._settings.grace_period + 120:
                 what = f"job {row.number} is still {row.state} after it was cancelled"
                 raise PlatformUnreachable(what, fix=f"see `scontrol show job {row.number}`, and cancel it again")
             time.sleep(pause)

@@ -62,7 +62,7 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         master="env:LITGPT_MASTER",
         directory=directory,
         log_flags=log_flags,
-        grace=settings.grace,
+        grace=settings.grace_period,
     )
     script = _SCRIPT.format(
         wait=_WAIT,
@@ -114,7 +114,7 @@ def _flags(job: Job, settings: SlurmPlatformConfig) -> list[str]:
         "cpus-per-task": settings.cpus,
         "mem": settings.memory,
         "time": settings.time,
-        "signal": f"B:TERM@{settings.grace}",
+        "signal": f"B:TERM@{settings.grace_period}",
         "output": "/dev/null",  # which every node can open: Slurm silently ends a job that cannot open its output
         "export": "NONE",
     }

@@ -12,7 +12,7 @@ from launcher.machines import require_gpus
 from launcher.networks import DEFAULT, MachineSettings, OnMachines, chosen_network, require_fit
 from launcher.networks.profile import Carrier, Network
 from launcher.platforms.settings import ClusterSettings, PlatformSettings, only_recorded, without_default
-from litgpt_demo.config import Count, discriminator
+from litgpt_demo.config import Count, WholeSeconds, discriminator
 
 if TYPE_CHECKING:
     from launcher.platforms.base import Platform
@@ -114,10 +114,10 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     setting stands for."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the file on the cluster that holds its value, which only you can read."""
-    refused_after: Count = Field(600, ge=0)
+    admission_timeout: WholeSeconds = Field(600, ge=0)
     """Seconds that a job may wait for a reason that does not pass by itself (a limit, an account, a constraint) before
     the run ends with that reason."""
-    grace: Count = Field(120, ge=1, le=3600)
+    grace_period: WholeSeconds = Field(120, ge=1, le=3600)
     """Seconds before the time limit, or after a cancellation, in which ranks save."""
 
     @property
@@ -143,8 +143,8 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
         if self.time is not None and not seconds_of(self.time):
             fix = "write it as Slurm does: 90 (minutes), 24:00:00 or 2-00:00:00"
             raise ValueError(f"platform.time={self.time!r} is not a time limit; {fix}")
-        if self.time is not None and (seconds_of(self.time) or 0) <= self.grace:
-            what = f"platform.time={self.time} is not longer than platform.grace={self.grace} seconds"
+        if self.time is not None and (seconds_of(self.time) or 0) <= self.grace_period:
+            what = f"platform.time={self.time} is not longer than platform.grace_period={self.grace_period} seconds"
             raise ValueError(f"{what}; give the job more time, or ranks less to save")
         if self.container is None and (self.container_image is not None or self.mounts):
             raise ValueError("platform.container_image and mounts are a container's; set platform.container too")

@@ -57,7 +57,7 @@ class Cluster:
     claims: Mapping[str, str] = field(default_factory=dict)
     version: str = "2.18"
     told_gpus: int = 0
-    grace: float = 30
+    grace_period: float = 30
     fault: str = ""
     """Of the network or the login: what the program ends with."""
     lost: list[tuple[str, bool]] = field(default_factory=list)
@@ -174,7 +174,7 @@ class Cluster:
             signal_pod(pod, signal.SIGKILL if self.over.is_set() else signal.SIGTERM)
         for pod in training.pods:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                pod.wait(self.grace)
+                pod.wait(self.grace_period)
             signal_pod(pod, signal.SIGKILL)
             pod.wait()
 

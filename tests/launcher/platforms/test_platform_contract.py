@@ -71,7 +71,7 @@ def local_place(folder: Path) -> Iterator[Place]:
                 tags.add(process.environ().get(JOB_TAG, ""))
         return {job for job in tags if job.startswith(str(folder))}
 
-    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
     yield Place(platform=platform, folder=folder, live_jobs=lambda: len(jobs()), written=jobs)
 
 
@@ -92,7 +92,13 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
 
     jobset = "0.12.0" if workload == "jobset" else None
     with running_cluster(simulate=simulate, nodes=2, jobset=jobset) as cluster:
-        section = {"kubeconfig": str(cluster.kubeconfig), "workload": workload, "nodes": 2, "grace": 2, "gate": 0}
+        section = {
+            "kubeconfig": str(cluster.kubeconfig),
+            "workload": workload,
+            "nodes": 2,
+            "grace_period": 2,
+            "network_test": 0,
+        }
         platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **section}))
         yield Place(
             platform=platform,
@@ -113,10 +119,10 @@ def batch_place(folder: Path, *, simulate: bool = True) -> Iterator[Place]:
 
     from launcher.platforms.batch.platform import BatchPlatform
 
-    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), gate=0, grace=2, spot=True)
+    settings = settings_of(nfs="10.0.0.2:/data", nfs_path=str(folder), network_test=0, grace_period=2, spot=True)
     with running_batch(None if simulate else folder / "cloud") as cloud:
         yield Place(
-            platform=BatchPlatform(settings, grace=0 if simulate else 4, settle=0),
+            platform=BatchPlatform(settings, grace_period=0 if simulate else 4, settle=0),
             folder=folder,
             live_jobs=lambda: len(cloud.live()),
             written=lambda: cloud.calls.count("CancelJob") + cloud.calls.count("CreateJob"),
@@ -137,8 +143,14 @@ def runai_place(
     from launcher.platforms.runai.platform import RunaiPlatform
     from launcher.platforms.runai.rest import Rest
 
-    options = {"claims": {"scratch": str(folder)}, "version": version, "told_gpus": 2, "pods": not simulate, "grace": 9}
-    section: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace": 2}
+    options = {
+        "claims": {"scratch": str(folder)},
+        "version": version,
+        "told_gpus": 2,
+        "pods": not simulate,
+        "grace_period": 9,
+    }
+    section: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace_period": 2}
     with (
         runai.running(folder / "runai", **options) as cluster,
         runai.serving(cluster) as api,

@@ -70,7 +70,7 @@ def seconds(made: Ledger) -> dict[str, float]:
 def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None:
     made = ledger([UNDISTURBED], ROWS, PRICE)
     assert seconds(made) == {
-        "queue": 60.0, "image pull": 30.0, "gate": 5.0, "stage-in": 15.0, "first step": 10.0, "training": 20.0,
+        "queue": 60.0, "image pull": 30.0, "network_test": 5.0, "stage-in": 15.0, "first step": 10.0, "training": 20.0,
         "evaluation": 4.0, "checkpoint stall": 6.5, "start and end": 34.5,
     }  # fmt: skip
     collects = attempt(2, 185, found=190, pulled=195, node=(195, 285), ended=285)
@@ -105,7 +105,7 @@ def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_res
     lost = [row("step", 6, 62.5, step_seconds=2.0), row("evaluation", 6, 64.5, seconds=2.0)]
     made = ledger([fallen, again], [*ROWS[:7], *lost, *steps(2, 190, 6, 10), row("end", 10, 60.0)])
     assert seconds(made) == {
-        "queue": 62.0, "image pull": 33.0, "gate": 10.0, "stage-in": 30.0, "first step": 20.0, "training": 20.0,
+        "queue": 62.0, "image pull": 33.0, "network_test": 10.0, "stage-in": 30.0, "first step": 20.0, "training": 20.0,
         "checkpoint stall": 0.5,
         "lost work": 7.5,  # from 160.5, when step 5 was saved, to 168, when the rank fell
         "restart": 4.0 + 8.0 + 5.0 + 20.0,  # to the end, to the next record, to its node, to its first step

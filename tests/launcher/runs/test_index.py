@@ -139,7 +139,13 @@ VALUES: list[Any] = [
     {},
     [[[]]],
 ]
-MEMBERS = [*AttemptRecord.model_fields, "platform.kind", "platform.nodes", "platform.processes", "platform.grace"]
+MEMBERS = [
+    *AttemptRecord.model_fields,
+    "platform.kind",
+    "platform.nodes",
+    "platform.processes",
+    "platform.grace_period",
+]
 
 
 def forged_ids(kind: str) -> st.SearchStrategy[tuple[str, str, Any]]:

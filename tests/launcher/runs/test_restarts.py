@@ -72,7 +72,7 @@ def test_a_new_checkpoint_clears_the_counts_of_the_classes_that_forgive() -> Non
     )
     assert goes_on(*[idle, busy] * 50, idle)
     assert not goes_on((FailureClass.HANG, False), busy, (FailureClass.HANG, False))
-    assert not goes_on(busy, busy, node_fault={"forgive": False})
+    assert not goes_on(busy, busy, node_fault={"reset_on_progress": False})
 
 
 def test_who_starts_a_run_again_after_its_budget_was_used_up_has_a_new_one() -> None:

@@ -36,7 +36,8 @@ def swept(tiny: Callable[..., RunConfig]) -> Callable[..., SweepConfig]:
     "changes",
     [
         {"sweep.trials": 60}, {"sweep.max_parallel": 4}, {"sweep.max_gpu_hours": 1}, {"root": "elsewhere"},
-        {"platform.processes": 1, "platform.grace": 9, "platform.usd_per_hour": 2}, {"train.checkpoint_every": 2},
+        {"platform.processes": 1, "platform.grace_period": 9, "platform.usd_per_hour": 2},
+        {"train.checkpoint_every": 2},
         {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "start.max_usd": 1}, {"workers.count": 3},
     ],
 )  # fmt: skip
@@ -77,8 +78,8 @@ SPELLINGS: dict[str, list[Any]] = {
     "data.max_document_bytes": ["20e9", 10_000],
     "data.mixture": [[]],
     "data.stages": [[]],
-    "model.from": [None, "gpt-0123456789"],
-    "model.with_optimizer": [False, True],
+    "model.init_from": [None, "gpt-0123456789"],
+    "model.load_optimizer_state": [False, True],
     "model.config": [{}, {"n_layer": 2}],
     "model.config.n_layer": [1, 2],
     "evaluation": [None, {"tasks": ["words"]}],

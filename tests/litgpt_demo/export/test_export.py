@@ -127,7 +127,7 @@ def test_the_collected_model_is_the_one_trained_in_bfloat16(new_run: NewRun) -> 
 
 def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, tiny_dataset: Path) -> None:
     """The setting that a run has today may be another than that of the checkpoint."""
-    write_run(finished_copy, tiny_dataset, evaluation_windows=1)
+    write_run(finished_copy, tiny_dataset, evaluation_samples=1)
     final = export(open_storage(str(finished_copy)))
     assert final.validation_windows == 7
     assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
@@ -154,7 +154,7 @@ def test_exported_tokenizer_adds_the_prefix_of_its_dataset(
     data = {"texts": {"corpus": texts}, "ids": {"corpus": own}, "mixture": mixed}[kind]
     planned = plan_dataset(DataConfig.model_validate({**data, "tokenizer": {"kind": "file", "path": str(path)}}))
     prepare(planned, open_storage(str(tmp_path / "root")))
-    run = new_run("run", dataset=tmp_path / "root" / planned.path, max_steps=3, global_batch=2, evaluation_windows=1)
+    run = new_run("run", dataset=tmp_path / "root" / planned.path, max_steps=3, global_batch=2, evaluation_samples=1)
     train(run)
     prefix = [] if kind == "texts" else [bos]
     text, expected = "Do this", [*prefix, *HfTokenizer.from_file(str(path)).encode("Do this").ids[1:]]
@@ -180,7 +180,7 @@ def test_a_model_with_capped_attention_opens_as_its_card_says(new_run: NewRun) -
     fields = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_query_groups": 1, "head_size": 16, "intermediate_size": 48}
     fields |= {"sliding_window_size": 6, "sliding_window_indices": [1, 0], "attention_logit_softcapping": 0.01}
     model_config = ModelConfig(name="Gemma-2-2b", config={**fields, "padded_vocab_size": 320}, sequence_length=32)
-    run = new_run("capped", model=model_config, max_steps=3, global_batch=2, evaluation_windows=1)
+    run = new_run("capped", model=model_config, max_steps=3, global_batch=2, evaluation_samples=1)
     train(run)
     final = export(open_storage(str(run)))
     assert final.findings == ()

@@ -143,7 +143,7 @@ def test_the_newest_best_and_eternal_are_kept_alone(
     losses: dict[int, tuple[float | None, int]], last: int, best: int, every: int | None
 ) -> None:
     """The best of each number of evaluation windows: losses of different samples are not ranked."""
-    manifests = [manifest_of(step, loss, evaluation_windows=windows) for step, (loss, windows) in losses.items()]
+    manifests = [manifest_of(step, loss, evaluation_samples=windows) for step, (loss, windows) in losses.items()]
     kept = checkpoints.steps_to_keep(manifests, last=last, best=best, every=every)
     eternal = {step for step in losses if every is not None and step % every == 0}
     always = set(sorted(losses)[-last:]) | eternal

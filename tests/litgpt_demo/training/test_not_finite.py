@@ -82,7 +82,7 @@ def test_a_step_is_saved_after_its_loss_is_known(new_run: NewRun) -> None:
 
 @pytest.mark.parametrize(("bad", "loss"), [(2, {"by": math.nan}), (12, {"by": 1.0, "to": math.inf})])
 def test_its_update_is_left_out_and_training_goes_on(new_run: NewRun, bad: int, loss: dict[str, float]) -> None:
-    run = new_run("run", on_not_finite="skip")
+    run = new_run("run", on_nonfinite="skip")
     training, by_hand = training_of(run), training_of(new_run("by-hand"))
     samples = numbers(training, bad)
     poison(training, [samples[0]], **loss)
@@ -100,7 +100,7 @@ def test_its_update_is_left_out_and_training_goes_on(new_run: NewRun, bad: int, 
 
 
 def test_the_tenth_skip_in_a_row_ends_the_training(new_run: NewRun) -> None:
-    training = training_of(new_run("run", on_not_finite="skip"))
+    training = training_of(new_run("run", on_nonfinite="skip"))
     poison(training, [numbers(training, step)[0] for step in (1, *range(3, 13))], by=math.nan)
     with pytest.raises(UserError, match=r"the loss of step 12 is nan.* step 10 in a row without an update"):
         fit(training)

@@ -228,7 +228,7 @@ def test_prefixes_of_wrappers_are_taken_off_weights(
     start_from(training, found(folder))
     training.feed.close()
     assert torch.equal(training.model.module.lm_head.weight, weights["lm_head.weight"])
-    assert "model.from: _orig_mod, module was taken off the names of the weights" in capsys.readouterr().out
+    assert "model.init_from: _orig_mod, module was taken off the names of the weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def steps_kept(run: Path) -> list[int]:
 def losses_kept(run: Path) -> list[tuple[int, float | None, int | None]]:
     """Step, validation loss and its windows of each checkpoint that is kept."""
     return [
-        (found.step, found.validation_loss, found.evaluation_windows) for found in list_complete(open_storage(str(run)))
+        (found.step, found.validation_loss, found.evaluation_samples) for found in list_complete(open_storage(str(run)))
     ]
 
 
@@ -82,7 +82,7 @@ def test_the_loss_falls_in_metrics_and_checkpoints(finished: Path) -> None:
     assert steps_kept(finished) == [12, 8]
     last = newest(finished)
     assert (last.tokens, last.world_size) == (12 * 8 * 32, 1)
-    assert (last.validation_loss, last.evaluation_windows) == (validation[12], 7)
+    assert (last.validation_loss, last.evaluation_samples) == (validation[12], 7)
     names = {path.name for path in finished.iterdir()}
     assert names == {"checkpoints", "config.json", "metrics.csv", "metrics.jsonl"}, "no scratch is left"
 
@@ -137,7 +137,7 @@ def test_rotary_tables_are_float32_with_every_strategy(
 
 def test_mixed_precision_trains_sharded_on_cpus(new_run: NewRun, train_elsewhere: TrainElsewhere) -> None:
     """A CPU's LayerNorm takes no weights of another type than its inputs'."""
-    settings: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": 2, "warmup_steps": 0, "evaluation_windows": 1}
+    settings: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": 2, "warmup_steps": 0, "evaluation_samples": 1}
     run = new_run("run", world_size=2, strategy="fsdp", **settings)
     assert train_elsewhere((run, 2, 0)) == [[0, 0]]
     assert [row["step"] for row in rows(run, "step")] == [1, 2]
@@ -367,10 +367,10 @@ def test_grace_warning_counts_two_steps_beside_the_save() -> None:
     """The step that runs and the one launched behind it end before the save begins."""
     assert grace_warning(29.0, 0.5, {"LITGPT_GRACE": "30"}) is None
     assert grace_warning(29.0, 9.0, {}) is None  # started by hand: nobody waits for so long
-    assert "platform.grace to 91" in str(grace_warning(45.2, 0.1, {"LITGPT_GRACE": "30"}))
+    assert "platform.grace_period to 91" in str(grace_warning(45.2, 0.1, {"LITGPT_GRACE": "30"}))
     slow = str(grace_warning(12.0, 10.0, {"LITGPT_GRACE": "30"}))
     assert "took 32 s (10 s a step, 12 s the save)" in slow
-    assert "platform.grace to 44" in slow
+    assert "platform.grace_period to 44" in slow
 
 
 def test_a_rank_that_waits_for_sums_waits_for_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

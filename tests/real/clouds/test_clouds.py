@@ -117,7 +117,7 @@ def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on
         runai.serving(cluster) as api,
     ):
         claims = [{"name": "scratch", "path": str(tmp_path)}]
-        config = settings_of(api="rest", url=api.url, grace=2, claims=claims)
+        config = settings_of(api="rest", url=api.url, grace_period=2, claims=claims)
         platform = RunaiPlatform(config, Rest(config, api.credentials()))
         platform.settle = 4
         asked = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}

@@ -31,7 +31,7 @@ from test_platform_contract import Place
 
 @contextlib.contextmanager
 def platform_of(kubeconfig: str, **settings: Any) -> Iterator[GkePlatform]:
-    given = {"kind": "gke", "kubeconfig": kubeconfig, "nodes": 2, "grace": 2, "gate": 0, **settings}
+    given = {"kind": "gke", "kubeconfig": kubeconfig, "nodes": 2, "grace_period": 2, "network_test": 0, **settings}
     platform = GkePlatform(GkePlatformConfig.model_validate(given))
     yield platform
     platform.close()

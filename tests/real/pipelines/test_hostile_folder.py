@@ -44,7 +44,7 @@ def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
     executed: Path, tiny: Callable[..., RunConfig]
 ) -> None:
     job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "train", "--run", "nowhere"))
-    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
     job_id = platform.submit(platform.render(job))
     until(lambda: not platform.status(job_id).state.is_live)
     log = (Path(job_id) / "node-0.log").read_text()

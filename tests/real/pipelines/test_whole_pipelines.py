@@ -74,7 +74,7 @@ def test_a_run_leaves_before_its_budget_is_passed_and_goes_on_when_that_is_raise
 ) -> None:
     """A second costs a dollar. On a busy machine the start of the job is half of them."""
     endless = {"train.max_steps": 1_000_000, "train.evaluate_every": 1_000_000, "train.checkpoint_every": 1_000_000}
-    money = {"platform.usd_per_hour": 3600, "platform.grace": 40}
+    money = {"platform.usd_per_hour": 3600, "platform.grace_period": 40}
     config = tiny({**endless, **money, "start.max_usd": 140})
     run = plan_run(config)
     with pytest.raises(JobFailed, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):

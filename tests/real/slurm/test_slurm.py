@@ -43,7 +43,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def settings_of(**changes: Any) -> SlurmPlatformConfig:
-    section = {"kind": "slurm", "nodes": 2, "grace": 2, "gate": 0, "venv": str(Path(PYTHON[0]).parents[1])}
+    section = {
+        "kind": "slurm",
+        "nodes": 2,
+        "grace_period": 2,
+        "network_test": 0,
+        "venv": str(Path(PYTHON[0]).parents[1]),
+    }
     return SlurmPlatformConfig.model_validate({**section, **changes})
 
 

@@ -83,8 +83,8 @@ def config(folder: Path, script: str, *changes: str) -> list[str]:
     return [
         *arguments,
         f"platform.venv={VENV}",
-        "platform.grace=2",
-        "platform.gate=0",
+        "platform.grace_period=2",
+        "platform.network_test=0",
         "platform.account=lab",
         *changes,
     ]
@@ -118,7 +118,15 @@ def test_second_user_of_a_shared_root_follows_the_run(cluster: Cluster, shared: 
 @contextlib.contextmanager
 def waiting(folder: Path, user: str = "alice", **changes: Any) -> Iterator[tuple[SlurmPlatform, JobId]]:
     """A job that waits or runs, and is cancelled afterwards."""
-    section = {"kind": "slurm", "nodes": 2, "gate": 0, "grace": 2, "venv": str(VENV), "account": "lab", **changes}
+    section = {
+        "kind": "slurm",
+        "nodes": 2,
+        "network_test": 0,
+        "grace_period": 2,
+        "venv": str(VENV),
+        "account": "lab",
+        **changes,
+    }
     platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
     nodes, program = int(section["nodes"]), (str(folder / "waits.py"), str(folder / f"begun-{user}"))
     with acting_as(USERS[user], GROUP):

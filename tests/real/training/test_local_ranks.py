@@ -34,7 +34,7 @@ time.sleep(600)
 
 def test_after_kill_9_of_a_rank_the_attempt_ends_in_15_seconds(tmp_path: Path) -> None:
     """No other rank lets go by itself."""
-    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
     job_id = platform.submit(platform.render(four_ranks(tmp_path, STUBBORN)))
     pids = [tmp_path / f"pid-{rank}" for rank in range(4)]
     until(lambda: sum("up" in line.text for line in platform.logs(job_id).lines) == 4)
@@ -65,7 +65,7 @@ dist.destroy_process_group()
 
 
 def test_no_socket_of_a_local_job_is_reachable_from_outside(tmp_path: Path) -> None:
-    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+    platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
     job_id = platform.submit(platform.render(four_ranks(tmp_path, MEET)))
     until(lambda: len(list(tmp_path.glob("met-*"))) == 4)
     listeners = [

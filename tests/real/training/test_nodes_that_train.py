@@ -73,7 +73,7 @@ def test_two_nodes_train_as_one_process_after_any_strategy(new_run: NewRun, tmp_
 
 def test_a_training_with_a_stopped_rank_ends_as_its_hang(new_run: NewRun, tmp_path: Path) -> None:
     often = {"checkpoint_every": 90_000, "evaluate_every": 90_000}
-    run, own = new_run("run", world_size=2, max_steps=100_000, hang_after=30, **often), tmp_path / "d" / "node-0"
+    run, own = new_run("run", world_size=2, max_steps=100_000, hang_timeout=30, **often), tmp_path / "d" / "node-0"
     with started_nodes(tmp_path / "d", *train_of(run), processes=2) as [node]:
         until(lambda: len(beats := read_beats(own)) == 2 and all(beat.step > 20 for beat in beats))
         [pid] = [beat.pid for beat in read_beats(own) if beat.rank == 1]
@@ -178,7 +178,7 @@ Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([sums, steps]))
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_loss_of_nan_on_one_rank_costs_all_one_update(new_run: NewRun, tmp_path: Path, strategy: str) -> None:
-    run = new_run("run", world_size=2, strategy=strategy, on_not_finite="skip")
+    run = new_run("run", world_size=2, strategy=strategy, on_nonfinite="skip")
     (first, steps), (second, _) = on_two_ranks(ONE_LOSS_IS_INFINITE, run, tmp_path / "place")
     assert all(map(math.isfinite, first))
     assert strategy == "fsdp" or first == second

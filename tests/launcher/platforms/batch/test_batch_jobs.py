@@ -33,7 +33,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
 
 def platform_of(**changes: Any) -> BatchPlatform:
     """A platform that does not wait for peers and log lines."""
-    return BatchPlatform(settings_of(**changes), grace=0, settle=0, patience=60)
+    return BatchPlatform(settings_of(**changes), grace_period=0, settle=0, patience=60)
 
 
 def submitted(platform: BatchPlatform, **changes: Any) -> JobId:
@@ -74,7 +74,7 @@ def test_lost_node_fails_the_job_and_only_cancel_ends_its_peers(code: int, fault
 def test_single_node_restarts_in_place_and_its_last_life_counts(
     codes: list[int], state: JobState, fault: FailureClass | None, cloud: Cloud
 ) -> None:
-    platform = platform_of(nodes=1, spot=True, restarts=1)
+    platform = platform_of(nodes=1, spot=True, in_place_restarts=1)
     job_id = submitted(platform)
     for code in codes:
         cloud.end(job_id, 0, code)
@@ -111,7 +111,7 @@ def reported(*events: Events, job: str = "RUNNING") -> tuple[types.Job, list[typ
 
 
 def seen(job: types.Job, tasks: Sequence[types.Task], now: int = 1000, **patience: float) -> JobStatus:
-    return status_of(job, tasks, now=NEW_YEAR + now, **{"grace": 0.0, "settle": 0.0, **patience})
+    return status_of(job, tasks, now=NEW_YEAR + now, **{"grace_period": 0.0, "settle": 0.0, **patience})
 
 
 BEGAN = (0, "RUNNING", None)
@@ -137,7 +137,7 @@ def test_timeout_at_a_barrier_is_a_network_fault(events: Events, codes: dict[int
 
 def test_peers_and_last_lines_have_time_after_a_failed_node() -> None:
     job = reported([BEGAN, (10, "FAILED", 44)], [BEGAN])
-    assert [seen(*job, now=now, grace=60).state.is_live for now in (60, 71)] == [True, False]
+    assert [seen(*job, now=now, grace_period=60).state.is_live for now in (60, 71)] == [True, False]
     job = reported([BEGAN, (10, "SUCCEEDED", None)], job="SUCCEEDED")
     assert [seen(*job, now=now, settle=10).state.is_live for now in (15, 21)] == [True, False]
 

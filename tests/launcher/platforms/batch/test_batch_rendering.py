@@ -35,9 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
         "gvnic": True, "boot_image": "projects/p/global/images/trainer",
     },
     "flex": {
-        "machine": "a4-highgpu-8g", "flex_start": True, "max_seconds": 604_800, "boot_disk_type": "hyperdisk-balanced",
+        "machine": "a4-highgpu-8g", "flex_start": True, "flex_start_duration": "168h",
+        "boot_disk_type": "hyperdisk-balanced",
     },
-    "attached": {"machine": "n1-standard-8-t4", "nodes": 1, "gpu_driver": "535.129.03", "restarts": 0},
+    "attached": {"machine": "n1-standard-8-t4", "nodes": 1, "gpu_driver": "535.129.03", "in_place_restarts": 0},
     "nfs": {"machine": "n2-standard-8", "gpus": 0, "nfs": "10.0.0.2:/data", "nfs_path": "/mnt/disks/data"},
     "private": {
         "machine": "g2-standard-48", "vpc": "projects/p/global/networks/training", "external_ip": False,
@@ -133,7 +134,7 @@ def found(settings: BatchPlatformConfig, **changes: Any) -> dict[str, Finding]:
     [
         ({"machine": "a2-highgpu-8g", "gpus": 4}, "has 8; leave platform.gpus out"),
         ({**L4, "spot": True, "reservation": "projects/p/zones/z/reservations/mine"}, "keep one"),
-        ({**L4, "flex_start": True}, "max_seconds is not given"),
+        ({**L4, "flex_start": True}, "needs platform.flex_start_duration"),
         ({**L4, "registry_username": SECRET}, "a login takes both"),
         ({**L4, "zones": ["us-east1-b"]}, "us-east1-b, which is not a zone of platform.location=us-central1"),
         ({**L4, "tags": ["No Tag"]}, "tags.0"),

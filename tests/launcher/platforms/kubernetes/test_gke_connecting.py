@@ -48,7 +48,7 @@ def trust(cloud: GoogleCloud, certificate: str) -> None:
 
 
 def settings(name: str = "here") -> GkePlatformConfig:
-    section = {"cluster": name, "location": "europe-west4-b", "nodes": 2, "grace": 1, "gate": 0}
+    section = {"cluster": name, "location": "europe-west4-b", "nodes": 2, "grace_period": 1, "network_test": 0}
     return GkePlatformConfig.model_validate({"kind": "gke", **section})
 
 

@@ -85,7 +85,7 @@ def test_position_returns_the_same_lines_to_every_reader(cluster: Cluster, tmp_p
 
 
 def test_next_life_of_a_node_has_its_own_log(cluster: Cluster, tmp_path: Path) -> None:
-    platform, job_id = begun(cluster, tmp_path, restarts=1)
+    platform, job_id = begun(cluster, tmp_path, in_place_restarts=1)
     say(cluster, 0, "first life")
     first, position = read(platform, job_id, lines=1)
     cluster.finish("-0-1", code=EXIT_CODES[FailureClass.NODE])

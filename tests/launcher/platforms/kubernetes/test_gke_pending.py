@@ -93,7 +93,7 @@ def test_refusal_has_a_finding_with_its_own_fix(reason: str) -> None:
 
 def test_lack_of_gpus_is_one_finding_and_the_job_waits(bare: Cluster, tmp_path: Path) -> None:
     bare.add_nodes(2, gpus=4, labels=H100)
-    platform, job_id = waiting(bare, tmp_path, refused_after=0, **A3)
+    platform, job_id = waiting(bare, tmp_path, admission_timeout=0, **A3)
     found = told(platform, job_id, "gpus")
     assert found.what == "2 nodes (node 0 first): 2 machines have not enough free GPUs"
     assert "platform.nodes" in found.fix
@@ -126,7 +126,7 @@ def test_event_of_a_pod_is_a_finding(bare: Cluster, tmp_path: Path, event: str, 
 
 def test_lasting_refusal_ends_the_run_but_a_passing_one_does_not(bare: Cluster, tmp_path: Path) -> None:
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
-    platform, job_id = waiting(bare, tmp_path, refused_after=1)
+    platform, job_id = waiting(bare, tmp_path, admission_timeout=1)
     refused = until(lambda: platform.status(job_id).refused)
     assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
     bare.remove("resourcequotas", "small")
@@ -136,7 +136,7 @@ def test_lasting_refusal_ends_the_run_but_a_passing_one_does_not(bare: Cluster, 
 
 def test_deactivated_workload_of_kueue_ends_the_run(bare: Cluster, tmp_path: Path) -> None:
     """Kueue does so by itself, as after too many requeues; nothing but an edit of the Workload undoes it."""
-    platform, job_id = waiting(bare, tmp_path, queue="research", refused_after=0)
+    platform, job_id = waiting(bare, tmp_path, queue="research", admission_timeout=0)
     bare.workload("demo-1-000000", active=False, Evicted=("True", "DeactivatedDueToRequeuingLimitExceeded", "limit"))
     refused = until(lambda: platform.status(job_id).refused)
     assert (refused.code, refused.severity) == ("gke.pending.deactivated", "error")

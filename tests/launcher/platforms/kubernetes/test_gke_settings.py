@@ -61,7 +61,7 @@ def test_root_that_nodes_do_not_share_is_refused() -> None:
     ("options", "code"),
     [
         ({"uid": 0}, "gke.root"),
-        ({"spot": True, "grace": 60}, "gke.spot-grace"),
+        ({"spot": True, "grace_period": 60}, "gke.spot-grace"),
         ({"host_network": True, "service_account": "trainer"}, "gke.host-network-identity"),
     ],
 )

@@ -47,7 +47,7 @@ def test_status_has_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path,
 
 def test_faults_and_preemptions_restart_the_job_in_place(cluster: Cluster, tmp_path: Path) -> None:
     """They do so `platform.restarts` times."""
-    platform, job_id = begun(cluster, tmp_path, restarts=1)
+    platform, job_id = begun(cluster, tmp_path, in_place_restarts=1)
     cluster.finish("-0-1", code=EXIT_CODES[FailureClass.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
@@ -61,7 +61,7 @@ def test_faults_and_preemptions_restart_the_job_in_place(cluster: Cluster, tmp_p
 
 
 def test_job_that_is_always_preempted_is_not_restarted_forever(cluster: Cluster, tmp_path: Path) -> None:
-    platform, job_id = begun(cluster, tmp_path, restarts=0)
+    platform, job_id = begun(cluster, tmp_path, in_place_restarts=0)
     cluster.finish("-0-1", code=PREEMPTED)
     seen = end_of(platform, job_id)
     assert (seen.state, seen.restarts, seen.exit_codes[1]) == (JobState.FAILED, 0, PREEMPTED)
@@ -77,7 +77,7 @@ def test_job_that_is_always_preempted_is_not_restarted_forever(cluster: Cluster,
 def test_node_evicted_from_a_full_machine_was_not_preempted(
     cluster: Cluster, tmp_path: Path, workload: str, resource: str, fault: FailureClass, action: Action, fix: str
 ) -> None:
-    platform, job_id = begun(cluster, tmp_path, workload=workload, restarts=0)
+    platform, job_id = begun(cluster, tmp_path, workload=workload, in_place_restarts=0)
     cluster.run_out(cluster.pods("demo")[1]["metadata"]["name"], resource)
     seen = end_of(platform, job_id)
     verdict = diagnose(seen, [], [], logs="")
@@ -95,7 +95,7 @@ def test_status_has_the_signal_or_the_lack_of_memory_of_a_node(cluster: Cluster,
 
 
 def test_silent_machine_is_named_with_the_next_steps(cluster: Cluster, tmp_path: Path) -> None:
-    platform, job_id = begun(cluster, tmp_path, restarts=0)
+    platform, job_id = begun(cluster, tmp_path, in_place_restarts=0)
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.hang(lost)
     (reason,) = until(lambda: platform.status(job_id).reasons)

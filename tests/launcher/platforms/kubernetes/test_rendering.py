@@ -42,7 +42,7 @@ SHOWN: dict[str, Options] = {
     },
     "queued": {
         "machine": "a3-ultragpu-8g", "network": "gib", "queue": "research", "priority": "high", "topology": "block",
-        "topology_required": True, "flex_start": 86_400,
+        "topology_required": True, "flex_start": True, "flex_start_duration": "24h",
     },
 }  # fmt: skip
 
@@ -50,10 +50,12 @@ SHOWN: dict[str, Options] = {
 VARIANTS: dict[str, tuple[str, Options]] = {
     "any-cpu": ("plain", {"machine": None, "cpus": "4", "memory": "8Gi", "claim": "shared"}),
     "spot": ("plain", {
-        "spot": True, "grace": 20, "exclude_nodes": ("gke-bad-1",), "priority": "batch", "node_pool": "spot",
+        "spot": True, "grace_period": 20, "exclude_nodes": ("gke-bad-1",), "priority": "batch", "node_pool": "spot",
         "local_ssd": True, "image_pull_secrets": ("login", "mirror"), "node_selector": {"disk": "fast"},
     }),
-    "reserved": ("plain", {"reservation": "mine", "flex_start": 3600, "service_account": "trainer"}),
+    "reserved": ("plain", {
+        "reservation": "mine", "flex_start": True, "flex_start_duration": "60m", "service_account": "trainer",
+    }),
     "fuse-on-host": ("plain", {"stage": "fuse", "service_account": "trainer", "host_network": True}),
     "tcpx-in-pod": ("tcpx", {"network_install": "pod", "network_registry": "mirror.example", "disable_pmtu": True}),
     "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "overrides": {"NCCL_DEBUG": "WARN"}}),

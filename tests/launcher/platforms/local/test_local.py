@@ -24,7 +24,7 @@ from litgpt_demo.node.agent import processes_with_env
 
 @pytest.fixture
 def platform() -> LocalPlatform:
-    return LocalPlatform(LocalPlatformConfig(kind="local", grace=5))
+    return LocalPlatform(LocalPlatformConfig(kind="local", grace_period=5))
 
 
 def job(folder: Path, **changes: object) -> Job:
@@ -111,7 +111,7 @@ def test_obstacles_are_found_refused_and_leave_nothing(tmp_path: Path, monkeypat
 def test_submitters_at_the_same_moment_start_one_job(platform: LocalPlatform, tmp_path: Path) -> None:
     submission = plain(platform, tmp_path / "a", "open('started', 'a').write('x'); " + SLEEP)
     with ThreadPoolExecutor(6) as pool:
-        second_platform = LocalPlatform(LocalPlatformConfig(kind="local", grace=2))
+        second_platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
         ids = set(pool.map(lambda _: second_platform.submit(submission), range(6)))
     assert ids == {submission.job_id}
     until((tmp_path / "started").exists)

@@ -48,7 +48,7 @@ START = int(datetime(2026, 11, 28, 11, 3, 48, tzinfo=UTC).timestamp())
 
 
 def settings_of(**changes: Any) -> SlurmPlatformConfig:
-    return SlurmPlatformConfig.model_validate({"kind": "slurm", "nodes": 2, "gate": 0, **changes})
+    return SlurmPlatformConfig.model_validate({"kind": "slurm", "nodes": 2, "network_test": 0, **changes})
 
 
 def job_of(folder: Path | str, **changes: Any) -> Job:
@@ -103,7 +103,7 @@ def row(state: str, reason: str = "None", start: str = str(START), nodes: str = 
             {
                 "account": "lab", "partition": "gpu", "qos": "long", "constraint": "h100&ib", "exclude": ["n7"],
                 "gpus": 8, "gpu_type": "h100", "cpus": 96, "memory": "0", "time": "24:00:00", "exclusive": True,
-                "network": "ib", "modules": ["cuda/12.8"], "options": ["--licenses=lustre"], "gate": 60,
+                "network": "ib", "modules": ["cuda/12.8"], "options": ["--licenses=lustre"], "network_test": 60,
                 "secrets": {"WANDB_API_KEY": "~/.wandb"},
             },
         ),
@@ -145,7 +145,7 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
     ("changes", "message"),
     [
         ({"time": "a day"}, "is not a time limit"),
-        ({"time": "1", "grace": 60}, "not longer than platform.grace"),
+        ({"time": "1", "grace_period": 60}, "not longer than platform.grace_period"),
         ({"gpus": 2, "processes": 4}, "ranks cannot share one"),
         ({"mounts": ["/scratch"]}, "set platform.container too"),
         ({"container": "pyxis", "venv": "/venv"}, "not seen in a container"),
@@ -327,14 +327,14 @@ def test_job_that_cannot_start_is_refused_in_time(
     slurm(squeue=row("PENDING", f"({reason})", nodes=""))
     job_id = job_id_of(tmp_path)
     assert SlurmPlatform(settings_of()).status(job_id).refused is None, "somebody may be mending it"
-    refused = SlurmPlatform(settings_of(refused_after=0)).status(job_id).refused
+    refused = SlurmPlatform(settings_of(admission_timeout=0)).status(job_id).refused
     assert (refused is not None) == lasts
 
 
 @pytest.mark.parametrize("reason", ["QOSMaxNodePerUserLimit", "AssocMaxJobsLimit"])
 def test_limit_on_a_users_jobs_passes_while_one_runs(reason: str, slurm: Callable[..., Any], tmp_path: Path) -> None:
     slurm(squeue=row("PENDING", reason, nodes="") + "14|RUNNING|None|N/A|n0|me|another|(null)\n")
-    seen = SlurmPlatform(settings_of(refused_after=0)).status(job_id_of(tmp_path))
+    seen = SlurmPlatform(settings_of(admission_timeout=0)).status(job_id_of(tmp_path))
     assert (seen.reasons[0].severity, seen.refused) == ("warning", None)
 
 
