@@ -116,7 +116,7 @@ time.sleep(600)
 
 
 def test_ranks_save_before_the_time_limit_and_the_end_counts_as_a_preemption(slurm: Cluster, tmp_path: Path) -> None:
-    platform, job_id = submitted_job(tmp_path, "limited", WAITS, time="2", grace=70)
+    platform, job_id = submitted_job(tmp_path, "limited", WAITS, time="2", grace_period=70)
     seen = ended(platform, job_id)
     assert (tmp_path / "limited.saved").exists()
     assert (seen.state, set(seen.exit_codes.values())) == (JobState.FAILED, {45})
