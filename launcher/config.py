@@ -204,7 +204,7 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables of every rank. Do not put secrets here: these values are stored and shown."""
     max_restarts: Count = Field(0, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions; `restart_policy` can set others."""
+    """New attempts after each of node faults, network faults, hangs and preemptions, unless in `restart_policy`."""
     restart_policy: RestartSettings = RestartSettings()
     """The rules for new attempts, by class of failure. Scripts' checkpoints are unknown to us, so every restart
     counts."""

@@ -727,7 +727,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     profile: TunesRun[ProfileConfig | None] = None
     """Also record some steps with torch's profiler; empty records none."""
     max_restarts: TunesRun[Count] = Field(3, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions; `restart_policy` can set others."""
+    """New attempts after each of node faults, network faults, hangs and preemptions, unless in `restart_policy`."""
     restart_policy: TunesRun[RestartSettings] = RestartSettings()
     """The rules of new attempts, by class of failure."""
 

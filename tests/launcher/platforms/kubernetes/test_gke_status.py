@@ -46,7 +46,7 @@ def test_status_has_exit_codes_of_deleted_pods(cluster: Cluster, tmp_path: Path,
 
 
 def test_faults_and_preemptions_restart_the_job_in_place(cluster: Cluster, tmp_path: Path) -> None:
-    """They do so `platform.restarts` times."""
+    """They do so `platform.in_place_restarts` times."""
     platform, job_id = begun(cluster, tmp_path, in_place_restarts=1)
     cluster.finish("-0-1", code=EXIT_CODES[FailureClass.NODE])
     until(lambda: platform.status(job_id).restarts == 1)
