@@ -21,7 +21,7 @@ from pydantic import JsonValue
 
 from litgpt_demo.config import Corpus, FileCorpus, HubCorpus, OpenWebTextCorpus, Settings, StdlibCorpus, TokensCorpus
 from litgpt_demo.data.hub import address_of, hub_endpoint, list_repository
-from litgpt_demo.data.reading import MOST_POINTER, FileFormat, Source, first_few, refuse_lfs_pointer
+from litgpt_demo.data.readers import MOST_POINTER, FileFormat, Source, first_few, refuse_lfs_pointer
 from litgpt_demo.errors import UserError
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import ObjectInfo, is_remote, open_storage
@@ -269,7 +269,9 @@ def _select_local(path: str, skipped_paths: list[str]) -> Iterator[_Selected]:
     if expanded.is_file():
         yield _Selected(os.path.abspath(expanded), expanded.name)  # noqa: PTH100 (Path.resolve would follow links)
         return
-    base, pattern = (str(expanded), "**") if expanded.is_dir() else _split_pattern(str(expanded))
+    base, pattern = str(expanded), "**"
+    if not expanded.is_dir():
+        base, pattern = _split_pattern(base)
     for folder, names in _walk_once(base, pattern, skipped_paths):
         for name in names:
             file = Path(folder, name)
@@ -332,12 +334,10 @@ def _select_in_bucket(address: str) -> Iterator[_Selected]:
 def _split_pattern(path: str) -> tuple[str, str]:
     """Return `path` cut before its first component with a wildcard; the second half is empty if there is none."""
     parts = path.split("/")
-    wild = [number for number, part in enumerate(parts) if set(part) & set("*?[")]
+    wild = next((number for number, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
     if not wild:
-        return path or "/", ""
-    fixed = parts[: wild[0]]
-    base = "/".join(fixed) or "/" if fixed else "."
-    return base, "/".join(parts[wild[0] :])
+        return ".", path
+    return "/".join(parts[:wild]) or "/", "/".join(parts[wild:])
 
 
 def selects(name: str, pattern: str) -> bool:

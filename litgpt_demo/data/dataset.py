@@ -23,7 +23,7 @@ from pydantic import Field, JsonValue
 
 from litgpt_demo.config import DataConfig, Filters, Settings, content_hash, slug
 from litgpt_demo.data.corpus import kind_of
-from litgpt_demo.data.reading import Source, first_few
+from litgpt_demo.data.readers import Source, first_few
 from litgpt_demo.data.shards import unseen_separator
 from litgpt_demo.data.tokens import IdType, TokenizerFiles, tokenizer_identity
 from litgpt_demo.documents import FileRecord, fetch_verified, read_manifest, write_manifest

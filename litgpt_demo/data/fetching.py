@@ -12,7 +12,7 @@ from hashlib import file_digest, sha1, sha256
 from pathlib import Path
 
 from litgpt_demo.data.hub import download_from_hub
-from litgpt_demo.data.reading import MOST_POINTER, Source, refuse_lfs_pointer
+from litgpt_demo.data.readers import MOST_POINTER, Source, refuse_lfs_pointer
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import crc32c_of, open_storage, sha256_of
 from litgpt_demo.storage.local import translate_os_errors

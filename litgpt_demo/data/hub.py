@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from litgpt_demo import timeouts
-from litgpt_demo.data.reading import Source
+from litgpt_demo.data.readers import Source
 from litgpt_demo.errors import NetworkError, Unreachable, UserError, one_line
 from litgpt_demo.secrets import is_protected, redacted, translating
 

@@ -35,18 +35,9 @@ from litgpt_demo.data import dataset, workers
 from litgpt_demo.data.corpus import kind_of, selects, token_folder
 from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, PlannedDataset, Split
 from litgpt_demo.data.fetching import local_copy
-from litgpt_demo.data.reading import Source, detect_wrong_ids, refuse_lfs_pointer
+from litgpt_demo.data.readers import Source, detect_wrong_ids, refuse_lfs_pointer
 from litgpt_demo.data.shards import Shard, plan_shards
-from litgpt_demo.data.workers import (
-    SHARDS,
-    EncodeResult,
-    EncodeTask,
-    Mask,
-    PrepContext,
-    ShardStats,
-    StoredTokenizer,
-    TokenPiece,
-)
+from litgpt_demo.data.workers import SHARDS, EncodeResult, EncodeTask, PrepContext, ShardStats, StoredTokenizer
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, combine_crc32c, is_remote, open_storage
@@ -430,7 +421,7 @@ def _require_documents(data: DataConfig, surveyed: Surveyed, count: int) -> None
     )
 
 
-def _first_occurrences(progress_store: Storage, surveys: Sequence[ShardStats]) -> list[Mask]:
+def _first_occurrences(progress_store: Storage, surveys: Sequence[ShardStats]) -> list[workers.Mask]:
     """Return for each shard which of its documents do not occur before, in the shard or in earlier ones.
 
     The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
@@ -547,7 +538,7 @@ def _cut(context: PrepContext, path: Path, start: int, end: int) -> FileRecord:
         return FileRecord.of(context.progress_store.upload(part, part.name, move=True))
 
 
-def _join(context: PrepContext, name: str, pieces: Sequence[TokenPiece], files: Sequence[_SplitFile]) -> Split:
+def _join(context: PrepContext, name: str, pieces: Sequence[workers.TokenPiece], files: Sequence[_SplitFile]) -> Split:
     """Join each file of a split from its pieces; it must have the checksum that theirs combine to."""
     files, records = files or [_SplitFile()], list[FileRecord]()
     for number, file in enumerate(files):

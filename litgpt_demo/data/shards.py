@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from litgpt_demo.config import Corpus, DataConfig
 from litgpt_demo.data.fetching import local_copy
-from litgpt_demo.data.reading import (
+from litgpt_demo.data.readers import (
     BadDocument,
     Batch,
     FileFormat,

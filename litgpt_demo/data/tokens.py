@@ -1,4 +1,4 @@
-"""Tokenizers: where they come from, and text to token ids at gigatoken's speed."""
+"""Tokenizers: loading and training them, and encoding text by gigatoken."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.hub import hub_endpoint, translate_hub_errors
-from litgpt_demo.data.reading import refuse_lfs_pointer
+from litgpt_demo.data.readers import refuse_lfs_pointer
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
@@ -31,9 +31,8 @@ _SPECIAL = "special_tokens_map.json"
 _COMPANIONS = ("tokenizer_config.json", _SPECIAL, "generation_config.json", "tokenizer.model")
 TOKENIZER_FILES = ("tokenizer.json", *(name for name in _COMPANIONS if name != _SPECIAL))
 
-# Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training looks at in one piece:
-# merging a pair walks through all of a word, so that the time grows with the square of its length. Prose and programs
-# have no such words: the longest of Python's standard library has 201 bytes.
+# Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training takes in one piece: its time
+# grows with the square of a word's length. The longest word of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
 _CONFIG = TypeAdapter(dict[str, Any])
 _COMPARED = 1000  # characters of a document that tokenizers encodes too; all of them would take 20 times as long
@@ -42,17 +41,17 @@ _COMPARED_DOCUMENTS = 32  # of each shard
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """A tokenizer as the files that make it, ready to be written next to a dataset or a checkpoint."""
+    """The files of a tokenizer, ready to be written next to a dataset or a checkpoint."""
 
     files: Mapping[str, bytes]
-    """File name to content; `tokenizer.json` and `tokenizer_config.json` are always there."""
+    """File name to content; `tokenizer.json` and `tokenizer_config.json` always exist."""
     end_of_text: int
     """The id that closes every document."""
     vocab_size: int
     """One more than the largest id, added tokens included."""
     prefix: tuple[int, ...] = ()
-    """The ids, such as a BOS, that the tokenizer as it was given puts before a text. These files put nothing there,
-    because a dataset that is made of text has nothing there: the model would begin with ids that it never saw."""
+    """The ids, such as a BOS, that the original tokenizer puts before a text. These files put nothing there, as a
+    dataset of text has nothing there: the model would begin with ids that it never saw."""
 
     def with_prefix(self) -> TokenizerFiles:
         """Return the tokenizer that puts the prefix before a text, for ids that somebody else made with it."""
@@ -60,11 +59,11 @@ class TokenizerFiles:
         from tokenizers.processors import TemplateProcessing
 
         tokenizer = HfTokenizer.from_buffer(self.files["tokenizer.json"])
-        named = [(tokenizer.id_to_token(number), number) for number in self.prefix]
-        before = [name for name, _ in named]
-        tokenizer.post_processor = TemplateProcessing([*before, "$A"], [*before, "$A", "$B"], named)
+        names = [tokenizer.id_to_token(number) for number in self.prefix]
+        pairs = list(zip(names, self.prefix, strict=True))
+        tokenizer.post_processor = TemplateProcessing([*names, "$A"], [*names, "$A", "$B"], pairs)
         definition = {"tokenizer.json": tokenizer.to_str(pretty=True).encode()}
-        config = json.loads(self.files["tokenizer_config.json"]) | {"bos_token": before[0], "add_bos_token": True}
+        config = json.loads(self.files["tokenizer_config.json"]) | {"bos_token": names[0], "add_bos_token": True}
         return replace(self, files={**self.files, **definition, "tokenizer_config.json": _as_json(config)})
 
     @property
@@ -79,11 +78,13 @@ class TokenizerFiles:
 
 
 def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> TokenizerFiles:
-    """A tokenizer that exists already; a UserError where it does not, or names no end-of-text token."""
+    """Return a tokenizer that exists; a UserError if it does not, or names no end-of-text token."""
     if isinstance(settings, HubTokenizer):
         return assemble(_from_hub(settings), origin=settings.name)
-    whole = settings.path if isinstance(settings, TokenizerFile) else f"{settings.path.rstrip('/')}/tokenizer.json"
-    folder, _, name = whole.rpartition("/")
+    path, end_of_text = f"{settings.path.rstrip('/')}/tokenizer.json", None
+    if isinstance(settings, TokenizerFile):
+        path, end_of_text = settings.path, settings.end_of_text
+    folder, _, name = path.rpartition("/")
     storage = open_storage(folder or ".")
     try:
         files = {"tokenizer.json": storage.read(name)}
@@ -94,8 +95,7 @@ def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> 
             "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
         ) from error
     files |= {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
-    token = settings.end_of_text if isinstance(settings, TokenizerFile) else None
-    return assemble(files, origin=settings.path, end_of_text=token)
+    return assemble(files, origin=settings.path, end_of_text=end_of_text)
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
@@ -103,8 +103,8 @@ def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:
     from huggingface_hub.errors import EntryNotFoundError
 
     def fetch(name: str) -> bytes:
-        place = hf_hub_download(settings.name, name, revision=settings.revision, endpoint=hub_endpoint())
-        return Path(place).read_bytes()
+        path = hf_hub_download(settings.name, name, revision=settings.revision, endpoint=hub_endpoint())
+        return Path(path).read_bytes()
 
     with translate_hub_errors(settings.name, settings.revision):
         files = {"tokenizer.json": fetch("tokenizer.json")}
@@ -129,7 +129,8 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
             f"data.tokenizer: {origin} is no tokenizer, or cut short ({reason}); give the tokenizer.json that "
             "transformers' save_pretrained writes for a fast tokenizer, or {kind: hub, name: openai-community/gpt2}"
         ) from error
-    if (kind := type(tokenizer.model).__name__) != "BPE":
+    kind = type(tokenizer.model).__name__
+    if kind != "BPE":
         raise UserError(f"data.tokenizer: only BPE tokenizers are supported, and {origin} is a {kind} model")
     # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
     for added in tokenizer.get_added_tokens_decoder().values():
@@ -139,13 +140,14 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
                 "be Hugging Face's; take another tokenizer, or train one on the corpus"
             )
     ids, config = tokenizer.get_vocab(with_added_tokens=True), special | config
-    own = config.get("eos_token")
-    own = own.get("content") if isinstance(own, dict) else own  # it is given as a string or as an object
-    token = end_of_text or (own if isinstance(own, str) else None) or (END_OF_TEXT if END_OF_TEXT in ids else None)
+    token = end_of_text or _end_of_text_of(config)
+    if token is None and END_OF_TEXT in ids:
+        token = END_OF_TEXT
     if token is None or token not in ids:
+        problem = f"has no token {token!r}" if token else "names no end-of-text token"
         raise UserError(
-            f"data.tokenizer: {origin} {f'has no token {token!r}' if token else 'names no end-of-text token'} "
-            "to close documents with; set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
+            f"data.tokenizer: {origin} {problem} to close documents with; "
+            "set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
         )
     # LitGPT puts a BOS before a text by these settings, and lm-evaluation-harness one by its name.
     no_prefix = {"eos_token": token, "bos_token": token, "add_bos_token": False, "add_eos_token": False}
@@ -157,14 +159,22 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     framed, text = (tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
-    starts = (at for at in range(len(framed)) if framed[at : at + len(text)] == text)
-    prefix = framed[: next(starts, 0)]
+    starts = [start for start in range(len(framed)) if framed[start : start + len(text)] == text]
+    prefix = framed[: starts[0]] if starts else []
     if framed != text:
         tokenizer.post_processor = None
     if framed != text or is_cut_or_padded:
         complete["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
     size = max(ids.values()) + 1
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=size, prefix=tuple(prefix))
+
+
+def _end_of_text_of(config: Mapping[str, Any]) -> str | None:
+    """Return the eos_token of a tokenizer_config.json, which is a string or an object."""
+    token = config.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
 
 
 def _as_json(config: Mapping[str, Any]) -> bytes:
@@ -178,8 +188,8 @@ def train_tokenizer(
 ) -> TokenizerFiles:
     """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
 
-    `report` is called with the number of documents in the sample and their bytes, before the training, which takes
-    about 0.1 s per megabyte of prose.
+    `report` gets the number of documents in the sample and their bytes before the training, which takes about 0.1 s per
+    megabyte of prose.
     """
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -193,8 +203,8 @@ def train_tokenizer(
     report(len(sample), seen)
     if not sample:
         raise DataError("data.corpus holds no text: every file of it is empty; give others")
-    tokenizer, words = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(_LONGEST_WORD)])
+    tokenizer, byte_level = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(_LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocab_size,
@@ -203,19 +213,20 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
-    tokenizer.pre_tokenizer = words  # encoding takes a word of any length in linear time, and as GPT-2 does
-    if (found := tokenizer.get_vocab_size()) < settings.vocab_size:
+    tokenizer.pre_tokenizer = byte_level  # encoding takes a word of any length in linear time, and as GPT-2 does
+    size = tokenizer.get_vocab_size()
+    if size < settings.vocab_size:
         raise DataError(
-            f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {found} "
-            f"tokens; lower it to {found}, or take more text (data.tokenizer.sample_bytes={settings.sample_bytes})"
+            f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {size} "
+            f"tokens; lower it to {size}, or take more text (data.tokenizer.sample_bytes={settings.sample_bytes})"
         )
     return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
 
 
 class Encoder:
-    """Documents to ids, each closed by end-of-text.
+    """Encodes documents to ids, each closed by end-of-text.
 
-    Text is text: no special token is registered, so a literal `<|endoftext|>` inside a document is encoded as ordinary
+    No special token is registered, so a literal `<|endoftext|>` inside a document is encoded as ordinary
     characters instead of forging a document boundary. Added tokens that are not special stay: GPT-NeoX's are its runs
     of spaces.
     """
@@ -240,7 +251,7 @@ class Encoder:
         self.dtype = tokenizer.dtype
 
     def encode(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
-        """The ids of all documents behind one another, and each document's number of ids, its end-of-text included.
+        """Return the ids of all documents, and each document's number of ids, its end-of-text included.
 
         `texts` is a LargeStringArray of pyarrow without nulls: its bytes go to gigatoken as they are.
         """

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, content_hash
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.fetching import forget
-from litgpt_demo.data.reading import BadDocument, first_few
+from litgpt_demo.data.readers import BadDocument, first_few
 from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
 from litgpt_demo.documents import FileRecord, parse_json

@@ -18,7 +18,7 @@ from litgpt_demo.config import InitialWeights
 from litgpt_demo.data.dataset import PlannedDataset, open_dataset
 from litgpt_demo.data.fetching import CHECKSUMS
 from litgpt_demo.data.hub import hub_endpoint, translate_hub_errors
-from litgpt_demo.data.reading import MOST_POINTER, refuse_lfs_pointer
+from litgpt_demo.data.readers import MOST_POINTER, refuse_lfs_pointer
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.runs import read_spec

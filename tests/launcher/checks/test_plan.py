@@ -18,7 +18,7 @@ from launcher.runs.run import plan_run, preview_run
 from launcher.runs.sweeps import trials
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
-from litgpt_demo.data.reading import Source
+from litgpt_demo.data.readers import Source
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, UserError
 from litgpt_demo.export import FinalManifest

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from litgpt_demo.config import Corpus, DataConfig, TokenizerFile, TokensCorpus
 from litgpt_demo.data.corpus import list_files
-from litgpt_demo.data.reading import BadDocument, opened, seekable
+from litgpt_demo.data.readers import BadDocument, opened, seekable
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import Storage, open_storage
@@ -141,8 +141,8 @@ def test_unreadable_parquet_file_is_refused_with_the_reason(tmp_path: Path, monk
     with pytest.raises(UserError, match="has int64 in column 'id', and documents are strings"):
         read(corpus.model_copy(update={"column": "id"}), tmp_path)
 
-    monkeypatch.setattr("litgpt_demo.data.reading.MOST_RATIO", 0)
-    monkeypatch.setattr("litgpt_demo.data.reading.SLACK", 0)
+    monkeypatch.setattr("litgpt_demo.data.readers.MOST_RATIO", 0)
+    monkeypatch.setattr("litgpt_demo.data.readers.SLACK", 0)
     with pytest.raises(DataError, match=r"row group 0 holds .* bytes of text or more, and at most 0 are expanded"):
         read(corpus, tmp_path)
 
@@ -205,7 +205,7 @@ def test_a_line_without_end_is_refused_before_it_is_read(tmp_path: Path) -> None
 
 
 def test_parquet_bomb_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("litgpt_demo.data.reading.SLACK", 1_000_000)
+    monkeypatch.setattr("litgpt_demo.data.readers.SLACK", 1_000_000)
     bomb, scratch = tmp_path / "a.parquet.zst", tmp_path / "scratch"
     bomb.write_bytes(COMPRESS[".zst"](b"\0" * 100_000_000))
     [source] = list_files(files(tmp_path))
@@ -247,7 +247,7 @@ def test_text_is_cut_at_separators_in_shards_and_chunks(
 ) -> None:
     """Only documents that are too long are left out."""
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("litgpt_demo.data.reading.CHUNK", chunk)
+        patch.setattr("litgpt_demo.data.readers.CHUNK", chunk)
         write(Path(folder), {"a.txt": mark + text.encode()})
         found, bad = skipping(Path(folder), target, separator=separator, most=most)
     expected, byte, long = text.split(separator), len(mark), []
