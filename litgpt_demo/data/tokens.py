@@ -31,7 +31,7 @@ _SPECIAL = "special_tokens_map.json"
 _COMPANIONS = ("tokenizer_config.json", _SPECIAL, "generation_config.json", "tokenizer.model")
 TOKENIZER_FILES = ("tokenizer.json", *(name for name in _COMPANIONS if name != _SPECIAL))
 
-# Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training takes in one piece: its time
+# Bytes of an unbroken word (letters, digits, signs or white space of one kind) that training takes at once: its time
 # grows with the square of a word's length. The longest word of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
 _CONFIG = TypeAdapter(dict[str, Any])
