@@ -24,15 +24,16 @@ from litgpt_demo.storage.private import make_temporary
 
 @dataclass(frozen=True)
 class Submitted:
-    """A training that goes on by itself: submit the same again, and the job is followed, and what is done is found."""
+    """A training in a process of its own. The same submission again reattaches to its job and reuses finished steps."""
 
     run: Run
     _process: subprocess.Popen[bytes]
     _errors: IO[str]
 
     def wait(self) -> None:
-        """Return when the model is collected; a JobFailed has what the command printed and the class of its end."""
-        if code := self._process.wait():
+        """Return when the model is collected; a JobFailed has the command's output and failure class."""
+        code = self._process.wait()
+        if code:
             self._errors.seek(0)
             fault = {fault.exit_code: fault for fault in FailureClass}.get(code) or fault_of_exit_code(code)
             what = f"{self.run.name} ended with exit code {code}: {self._errors.read().strip()}"
@@ -43,12 +44,12 @@ class Submitted:
         return read_metrics(self.run.storage)
 
     def model(self) -> Any:
-        """Return the collected model as transformers opens it; a DataError where there is none, or it is damaged."""
+        """Return the collected model of transformers; a DataError if it does not exist or is damaged."""
         from litgpt_demo.export.proof import opened
 
         final = exported(self.run.storage)
         if final is None or final.huggingface is None:
-            why = "; ".join(final.findings) if final else "it is not collected yet, which wait() waits for"
+            why = "; ".join(final.findings) if final else "it is not collected yet; call wait() first"
             raise DataError(f"{self.run.name} has no model for transformers: {why}")
         records = [record for record in final.files if record.path.startswith("huggingface/")]
         folder = fetch_verified(self.run.storage.within(FINAL), records, lambda: make_temporary(self.run.name))
@@ -56,8 +57,8 @@ class Submitted:
 
 
 def submit(config: str | Path, overrides: Mapping[str, Any] | None = None) -> Submitted:
-    """Start `train-litgpt run` with a training's config and some settings, as {"train.max_steps": 50}, in a process
-    that outlives this one. A ConfigProblem or a UserError where that cannot be."""
+    """Start `train-litgpt run` with a training's config and settings, as {"train.max_steps": 50}, in a process that
+    outlives this one. Raises ConfigProblem or UserError for an invalid training."""
     settings = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in (overrides or {}).items()]
     run = plan_run(validated(RunConfig, config_document(Path(config), settings), where=str(config)))
     command, errors = [*PYTHON, "-m", "cli", "run", str(config), *settings], TemporaryFile("w+")  # noqa: SIM115

@@ -1,9 +1,9 @@
-"""A pipeline in the foreground of a terminal: what is shown of it, what it has started, and how it is left.
+"""A pipeline in the foreground of a terminal: its display, the jobs that it has started, and its shutdown.
 
-The pipeline runs in a thread, and the main thread waits for its end or for a signal. Ctrl-C is blocked in that thread,
-hence in every process that it starts: a terminal sends Ctrl-C to the whole process group, and Prefect's ephemeral
-server, should it die first, leaves its clients retrying for minutes. Prefect's own handler of SIGTERM, which raises
-where the flow is at work, is not installed outside the main thread.
+The pipeline runs in a thread, and the main thread waits for its end or for a signal. Ctrl-C is blocked in that thread
+and so in every process that it starts: a terminal sends Ctrl-C to the whole process group, and if Prefect's ephemeral
+server dies first, its clients retry for minutes. Prefect's own handler of SIGTERM, which raises inside the flow, is not
+installed outside the main thread.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ T = TypeVar("T")
 
 # Seconds from the signal to the end of this process; a second Ctrl-C within them cancels.
 _LEAVE = 1.5
-# Seconds of those that a submission under way may take to end, and that Prefect may take to end the flows.
+# Seconds of those for a submission in progress, and for Prefect to end the flows.
 _SETTLE = 0.6
-# Seconds after a signal in which another is taken for its echo: programs that started this one may pass theirs on too.
+# Seconds after a signal in which another is its echo: the program that started this one may forward it too.
 _ECHO = 0.2
-# Seconds that a submission, or cancelling an image's build elsewhere, may take when proof is wanted more than haste.
+# Seconds for a submission, or the cancellation of an image's remote build, if its result matters more than speed.
 _SUBMISSION = 20.0
 
 
@@ -60,7 +60,7 @@ def in_foreground(
 ) -> T:
     """Run the pipeline that `load` imports, and show it.
 
-    Ctrl-C and a closed terminal end this process and say what goes on without it. SIGTERM cancels, as a second Ctrl-C
+    Ctrl-C and a closed terminal end this process and print which jobs continue. SIGTERM cancels, as a second Ctrl-C
     does.
     """
     tracker, running = Tracker(), SimpleQueue[asyncio.Task[Any]]()
@@ -78,28 +78,28 @@ def in_foreground(
             result.add_done_callback(lambda _: signals.put(None))
             number = signals.get()
         if number is not None:
-            departure = _Departure(tracker, result, signals)
-            with suppress(Empty, RuntimeError):  # it has not begun, or has just ended
-                # Nothing more begins: no next step, trial or attempt. Prefect ends the flow and task runs as crashed.
+            handler = _ShutdownHandler(tracker, result, signals)
+            with suppress(Empty, RuntimeError):  # it has not started, or has just ended
+                # No further step, trial or attempt starts. Prefect ends the flow and task runs as crashed.
                 task = running.get_nowait()
                 task.get_loop().call_soon_threadsafe(task.cancel)
-            departure.leave(number)
+            handler.shut_down(number)
     return result.result()
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a thread of its own, which Ctrl-C reaches as little as the processes that it starts."""
+    """Run `work` in a thread of its own. Ctrl-C reaches neither the thread nor the processes that it starts."""
     blocked: tuple[Any, ...] = (signal.SIG_BLOCK, {signal.SIGINT})
     return ThreadPoolExecutor(1, initializer=signal.pthread_sigmask, initargs=blocked).submit(copy_context().run, work)
 
 
 class Tracker:
-    """The steps, flow runs and jobs that a pipeline has begun, as its events tell."""
+    """The steps, flow runs and jobs that a pipeline has started, from its events."""
 
     def __init__(self) -> None:
         self.flow_runs: list[str] = []
         self.steps: set[Step] = set()
-        """The steps at work: none between two, and the first two at once."""
+        """The running steps. The first two run in parallel."""
         self._jobs: dict[str, JobChanged] = {}
 
     def receive(self, event: Event) -> None:
@@ -119,32 +119,32 @@ class Tracker:
         return [job for job in list(self._jobs.values()) if job.phase != "ended"]
 
     def settle(self, seconds: float) -> None:
-        """Wait until no submission is under way, of which nobody knows yet what comes, `seconds` at the most."""
+        """Wait until no submission is in progress, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while any(job.phase == "submitting" for job in self.jobs) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
 _STYLES = {"error": "bold red", "warning": "yellow", "info": "dim"}
-_QUICK = 3.0  # seconds that nobody minds
-_REMEMBERED = 200  # metrics rows: more than the pace and the time left are taken from
+_QUICK = 3.0  # seconds; shorter work shows no time
+_REMEMBERED = 200  # metrics rows: more than the speed and the remaining time need
 _BAR = BarColumn(bar_width=12)
 
 
 class Measured(ProgressColumn):
-    """A bar and a count, for what has a known end; the seconds that have passed for other work that is not quick."""
+    """A bar and a count for work with a known end; for other work the elapsed seconds."""
 
     def render(self, task: Task) -> Table:
-        shown = Table.grid(padding=(0, 1))
+        grid = Table.grid(padding=(0, 1))
         if task.total is not None:
-            shown.add_row(_BAR.render(task), f"{task.completed:.0f}/{task.total:.0f}")
+            grid.add_row(_BAR.render(task), f"{task.completed:.0f}/{task.total:.0f}")
         elif (task.elapsed or 0.0) >= _QUICK:
-            shown.add_row(f"[dim]({duration_text(task.elapsed)})[/]")
-        return shown
+            grid.add_row(f"[dim]({duration_text(task.elapsed)})[/]")
+        return grid
 
 
-class What(TextColumn):
-    """Text that is cut where the line ends; a column without wrapping would take all the room."""
+class Description(TextColumn):
+    """Text that is cut at the end of the line; a column without wrapping would take all the space."""
 
     def render(self, task: Task) -> Text:
         text = super().render(task)
@@ -153,7 +153,7 @@ class What(TextColumn):
 
 
 @dataclass
-class _Shown:
+class _TrialDisplay:
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     started: dict[str, float] = field(default_factory=dict)
     lines: dict[Step | None, TaskID] = field(default_factory=dict)
@@ -161,19 +161,19 @@ class _Shown:
 
 
 class Watch:
-    """Listens to a pipeline's events while it is entered, and prints them for a person.
+    """Prints a pipeline's events for a person while its context is active.
 
-    Lines of a sweep's trial begin with what it varies; what all trials share is told once.
-    On a terminal each running step is a live line; elsewhere (a file, CI) every tenth of the training is a line.
+    Lines of a sweep's trial begin with its varied settings. Lines that all trials share are printed once.
+    On a terminal each running step is a live line. Elsewhere (a file, CI) every tenth of the training is a line.
     """
 
     def __init__(self, console: Console, *, output: bool = False) -> None:
         """`output`: also print the lines that jobs print."""
         self._console, self._output = console, output
         self._steps: tuple[Step, ...] = TRAINING_STEPS
-        self._every, self._told = defaultdict[str, _Shown](_Shown), set[str]()
-        uncut = Column(no_wrap=True)  # where a line is too long, `what` alone is cut
-        what = What("{task.fields[what]}", table_column=Column())
+        self._displays, self._printed = defaultdict[str, _TrialDisplay](_TrialDisplay), set[str]()
+        uncut = Column(no_wrap=True)  # only `what` is cut if a line is too long
+        what = Description("{task.fields[what]}", table_column=Column())
         columns = SpinnerColumn(table_column=uncut), TextColumn("{task.description}"), Measured(table_column=uncut)
         self._progress = Progress(*columns, what, console=console, transient=True, disable=not console.is_terminal)
         self._listener = Listener(self._receive)
@@ -190,157 +190,173 @@ class Watch:
             self._progress.stop()
 
     @property
-    def _shown(self) -> _Shown:
-        return self._every[TRIAL.get()]
+    def _display(self) -> _TrialDisplay:
+        return self._displays[TRIAL.get()]
 
     def waiting(self, what: str) -> None:
-        """Say what is waited for before the first step."""
+        """Show the reason for the wait before the first step."""
         self._clear(None)
         self._live(None, what)
         if not self._console.is_terminal:
             self._print(f"  [dim]{escape(what)}[/]")
 
     def _receive(self, event: Event) -> None:
-        """Show an event. A terminal that is gone must not end the pipeline."""
+        """Show an event. A closed terminal must not end the pipeline."""
         with suppress(OSError):
             match event:
                 case events.FlowRunStarted():
                     self._steps = event.steps
                 case events.StepStarted():
-                    self._shown.rows, self._shown.percent = [], 0
-                    self._shown.started[event.step] = time.monotonic()
+                    self._display.rows, self._display.percent = [], 0
+                    self._display.started[event.step] = time.monotonic()
                     self._clear(None, event.step)
                     self._live(event.step, event.what)
-                case events.StepProgress(fraction=None):
-                    self._live(event.step, event.what)
-                case events.StepProgress(fraction=float() | int() as fraction):
-                    percent = int(100 * fraction)
-                    self._live(event.step, event.what, done=percent, total=100)
-                    if percent < 100:  # then the step's own line follows
-                        self._tenth(percent, f"{percent} %  {escape(event.what)}")
+                case events.StepProgress():
+                    self._show_progress(event)
                 case events.MetricsRow():
-                    self._shown.rows.append(event.row)
-                    if len(self._shown.rows) > 2 * _REMEMBERED:  # the start and the newest say it all
-                        self._shown.rows = [self._shown.rows[0], *self._shown.rows[-_REMEMBERED:]]
-                    if event.row.get("kind") in {"step", "start"}:
-                        seen = summary(self._shown.rows)
-                        what = "  ".join(seen.facts)
-                        self._live(Step.TRAINING, what, done=seen.step, total=seen.steps)
-                        self._tenth(int(seen.percent), f"step {seen.step}/{seen.steps}  {what}")
-                case events.MetricsKnown(rows=[first, *others]):
-                    self._shown.rows = [first, *others[-_REMEMBERED:]]
+                    self._show_metrics(event.row)
+                case events.MetricsKnown(rows=[first, *rows]):
+                    self._display.rows = [first, *rows[-_REMEMBERED:]]
                 case events.StepDone():
-                    self._clear(event.step)
-                    seconds = time.monotonic() - self._shown.started.get(event.step, time.monotonic())
-                    how = "found done" if event.reused else duration_text(seconds)
-                    step = f"[green]✓[/] {self._place(event.step)} [bold]{event.step:<12}[/]"
-                    line = f"{step} {escape(event.what)} [dim]({how})[/]"
-                    if event.step in (Step.TRAINING, Step.CHECKPOINTS):
-                        self._print(line)
-                    elif not TRIAL.get() or event.what not in self._told:  # it is the same of every trial
-                        self._console.print(line, soft_wrap=True)
-                    self._told.add(event.what)
+                    self._show_done(event)
                 case events.Note():
                     if event.ends:
-                        self._clear(*self._shown.lines)
+                        self._clear(*self._display.lines)
                     self._print(f"  [{_STYLES[event.severity]}]{escape(event.what)}[/]")
                 case events.Output() if self._output:
                     self._print(f"  [dim]{escape(event.line)}[/]")
 
+    def _show_progress(self, event: events.StepProgress) -> None:
+        if event.fraction is None:
+            self._live(event.step, event.what)
+            return
+        percent = int(100 * event.fraction)
+        self._live(event.step, event.what, done=percent, total=100)
+        if percent < 100:  # the step's own line follows at the end
+            self._tenth(percent, f"{percent} %  {escape(event.what)}")
+
+    def _show_metrics(self, row: Mapping[str, Any]) -> None:
+        rows = self._display.rows
+        rows.append(row)
+        if len(rows) > 2 * _REMEMBERED:  # the start and the newest rows are enough
+            rows[:] = [rows[0], *rows[-_REMEMBERED:]]
+        if row.get("kind") in {"step", "start"}:
+            progress = summary(rows)
+            what = "  ".join(progress.facts)
+            self._live(Step.TRAINING, what, done=progress.step, total=progress.steps)
+            self._tenth(int(progress.percent), f"step {progress.step}/{progress.steps}  {what}")
+
+    def _show_done(self, event: events.StepDone) -> None:
+        self._clear(event.step)
+        now = time.monotonic()
+        duration = duration_text(now - self._display.started.get(event.step, now))
+        step = f"[green]✓[/] {self._position(event.step)} [bold]{event.step:<12}[/]"
+        line = f"{step} {escape(event.what)} [dim]({'already done' if event.reused else duration})[/]"
+        if event.step in (Step.TRAINING, Step.CHECKPOINTS):
+            self._print(line)
+        elif not TRIAL.get() or event.what not in self._printed:  # all trials share it
+            self._console.print(line, soft_wrap=True)
+        self._printed.add(event.what)
+
     def _tenth(self, percent: int, line: str) -> None:
-        if not self._console.is_terminal and percent // 10 > self._shown.percent // 10:
-            self._shown.percent = percent
+        if not self._console.is_terminal and percent // 10 > self._display.percent // 10:
+            self._display.percent = percent
             self._print(f"  {line}")
 
-    def _place(self, step: Step) -> str:
-        count = len(self._steps)  # what a script prints may read as metrics of a training
+    def _position(self, step: Step) -> str:
+        count = len(self._steps)  # the output of a script may look like metrics of a training
         return f"{min(count, [*self._steps, step].index(step) + 1)}/{count}"
 
     def _print(self, markup: str) -> None:
-        whose = f"[cyan]{escape(trial)}[/] " if (trial := TRIAL.get()) else ""
-        self._console.print(f"{whose}{markup}", soft_wrap=True)
+        trial = TRIAL.get()
+        prefix = f"[cyan]{escape(trial)}[/] " if trial else ""
+        self._console.print(f"{prefix}{markup}", soft_wrap=True)
 
     def _clear(self, *steps: Step | None) -> None:
         for step in steps:
-            if step in self._shown.lines:
-                self._progress.remove_task(self._shown.lines.pop(step))
+            if step in self._display.lines:
+                self._progress.remove_task(self._display.lines.pop(step))
 
     def _live(self, step: Step | None, what: str, *, done: int = 0, total: int | None = None) -> None:
-        words = " ".join(filter(None, [escape(TRIAL.get()), f"{self._place(step)} {step}" if step else ""]))
-        shown: dict[str, Any] = {"description": words, "what": escape(what)}
-        lines = self._shown.lines
+        position = f"{self._position(step)} {step}" if step else ""
+        fields: dict[str, Any] = {"description": f"{escape(TRIAL.get())} {position}".strip(), "what": escape(what)}
+        lines = self._display.lines
         if step not in lines:
-            lines[step] = self._progress.add_task(total=total, **shown)
-        self._progress.update(lines[step], completed=done, total=total, visible=True, **shown)
+            lines[step] = self._progress.add_task(total=total, **fields)
+        self._progress.update(lines[step], completed=done, total=total, visible=True, **fields)
 
 
 def program() -> list[str]:
-    """The words that call this command line again from the same folder."""
+    """Return the arguments that start this command line again from the same folder."""
     if os.access(sys.argv[0], os.X_OK) and not sys.argv[0].endswith(".py"):
         return [sys.argv[0]]
     return sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]  # python -m …
 
 
 def cancel_commands(jobs: Sequence[JobChanged]) -> list[str]:
-    """The commands that cancel these jobs: one for each run, and one for all trials of a sweep."""
+    """Return the commands that cancel these jobs: one for each run, and one for all trials of a sweep."""
     default = RunConfig.model_fields["root"].default
-    named = dict.fromkeys((job.sweep or job.run, job.root) for job in jobs)
-    elsewhere = {root: [] if root == default else ["--root", root] for _, root in named}
-    return [shlex.join([*program(), "cancel", name, *elsewhere[root]]) for name, root in named]
+    commands = []
+    for name, root in dict.fromkeys((job.sweep or job.run, job.root) for job in jobs):
+        options = [] if root == default else ["--root", root]
+        commands.append(shlex.join([*program(), "cancel", name, *options]))
+    return commands
 
 
 def farewell(tracker: Tracker, *, again: str) -> list[str]:
-    """Tell an interrupted user what goes on, how to take it up (by the command `again`) and how to cancel it."""
+    """Return the last lines for a user: which jobs continue, and the commands to reattach (`again`) and to cancel."""
     jobs = tracker.jobs
     if not jobs:
-        known = "no job is running; run again, and what is done is found, what was begun goes on where it was"
-        return [known if tracker.flow_runs else "nothing was started", f"  run again  {again}"]
-    standing = [
-        f"the job goes on as {job.run} on {job.platform.kind}"
+        status = "nothing was started"
+        if tracker.flow_runs:
+            status = "no job is running; run again: finished steps are reused, started ones continue"
+        return [status, f"  run again  {again}"]
+    lines = [
+        f"the job continues as {job.run} on {job.platform.kind}"
         if job.phase == "started"
         else f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
         for job in jobs
     ]
-    commands = [f"take up    {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
-    return [standing[0], *(f"  {line}" for line in [*standing[1:], *commands])]
+    lines += [f"reattach   {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
+    return [lines[0], *(f"  {line}" for line in lines[1:])]
 
 
-class _Departure:
-    """The end of this process after a signal: one message, the flow runs ended in Prefect, and nothing more."""
+class _ShutdownHandler:
+    """Ends this process after a signal: prints one message, and ends the flow runs in Prefect."""
 
     def __init__(self, tracker: Tracker, result: Future[Any], signals: SimpleQueue[int | None]) -> None:
         self._tracker, self._result, self._signals = tracker, result, signals
         self._deadline = time.monotonic() + _LEAVE
-        # Nothing else in this process prints from now on: libraries would tell, in their logs or from native code, that
-        # they have been interrupted.
+        # Nothing else in this process prints from now on: libraries would report, in their logs or from native code,
+        # that they have been interrupted.
         stderr, null = os.fdopen(os.dup(2), "w"), os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
         os.dup2(null, 2)
         self._console = Screen(file=stderr, highlight=False, emoji=False)
 
-    def leave(self, number: int) -> NoReturn:
-        """Say what goes on, and cancel it if that is asked for; end with 128 plus the signal's number."""
+    def shut_down(self, number: int) -> NoReturn:
+        """Print which jobs continue, or cancel them on request; end with 128 plus the signal's number."""
         self._tracker.settle(_SETTLE)
-        jobs, gone = self._tracker.jobs, False
+        jobs = self._tracker.jobs
         terminated = number == signal.SIGTERM and not machine_stops()
         if terminated and jobs:
             self._say(f"\n[yellow]terminated:[/] {escape(', '.join(job.run for job in jobs))} is cancelled")
-            gone = self._cancel(jobs)
+            is_cancelled = self._cancel(jobs)
         else:
             first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
             word = "terminated" if terminated else "interrupted"
             self._say(f"\n[yellow]{word}:[/] {escape(first)}", *map(escape, more))
             if terminated and Step.IMAGE in self._tracker.steps:
-                wait([self._result], timeout=_SUBMISSION)  # it cancels a build elsewhere
-            gone = terminated
+                wait([self._result], timeout=_SUBMISSION)  # it cancels a remote build
+            is_cancelled = terminated
         if terminated:
             self._deadline = time.monotonic() + _LEAVE
-        ended = in_background(lambda: self._end_flow_runs("Cancelled" if gone else "Interrupted"))
+        ended = in_background(lambda: self._end_flow_runs("Cancelled" if is_cancelled else "Interrupted"))
         if number == signal.SIGINT and jobs and self._pressed_again(jobs) and self._cancel(jobs):
             wait([ended], timeout=_LEAVE)
             self._deadline = time.monotonic() + _LEAVE
             ended = in_background(lambda: self._end_flow_runs("Cancelled"))
-        wait([ended], timeout=self._left())
+        wait([ended], timeout=self._remaining())
         interrupts.finish(128 + number)
 
     def _pressed_again(self, jobs: Sequence[JobChanged]) -> bool:
@@ -351,14 +367,14 @@ class _Departure:
         self._say(offer, end="" if self._console.is_terminal else "\n")
         number = None
         with suppress(Empty):
-            while (number := self._signals.get(timeout=self._left())) is None:
-                continue  # the pipeline has ended
-        with suppress(OSError):  # the offer is erased: it holds no longer
+            while number is None:  # None: the pipeline has ended
+                number = self._signals.get(timeout=self._remaining())
+        with suppress(OSError):  # the offer is over
             self._console.control(Control((ControlType.CARRIAGE_RETURN,), (ControlType.ERASE_IN_LINE, 2)))
         return number not in {None, signal.SIGHUP}
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
-        """Cancel the jobs; say for each that nothing is left of it, or why that is not known. True if nothing is."""
+        """Cancel the jobs, and print for each the proof or the reason against it; return True if all are cancelled."""
 
         def cancel_all() -> bool:
             self._tracker.settle(_SUBMISSION)
@@ -369,7 +385,7 @@ class _Departure:
         cancelling = in_background(cancel_all)
         cancelling.add_done_callback(lambda _: self._signals.put(None))
         while not cancelling.done():
-            if self._signals.get() == signal.SIGINT:  # SIGTERM asks for just this; a closed terminal for nothing
+            if self._signals.get() == signal.SIGINT:  # SIGTERM requests this cancellation; a closed terminal, nothing
                 self._say("[yellow]interrupted[/] before it was proved that nothing is left; this proves it:")
                 self._say(*(f"  {escape(command)}" for command in cancel_commands(jobs)))
                 return False
@@ -380,10 +396,11 @@ class _Departure:
         try:
             attempts = Attempts(index=Index.of(job.root), run=job.run, open_platform=platform_opener(job.platform))
             problems += cancel_all([attempts], log=lambda what: self._say(f"  {escape(what)}"))[1]
-        except Exception as error:  # this process ends: whatever it was, the job is not known to be gone
+        except Exception as error:  # this process ends: after any error, the job may still exist
             problems.append(error)
-        if not problems and any(one.job_id == job.job_id and one.phase == "submitting" for one in self._tracker.jobs):
-            problems.append(f"its submission to {job.platform.kind} has not been answered")
+        submitting = [current.job_id for current in self._tracker.jobs if current.phase == "submitting"]
+        if not problems and job.job_id in submitting:
+            problems.append(f"{job.platform.kind} has not answered its submission")
         if problems:
             self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problems[0]}')}")
             self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
@@ -393,44 +410,44 @@ class _Departure:
 
     def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
         if self._tracker.flow_runs:
-            wait([self._result], timeout=_SETTLE)  # Prefect ends them as crashed first; the last word is ours
+            wait([self._result], timeout=_SETTLE)  # Prefect ends them as crashed first
             end_flow_runs(self._tracker.flow_runs, name=name)
 
-    def _left(self) -> float:
+    def _remaining(self) -> float:
         return max(0.0, self._deadline - time.monotonic())
 
     def _say(self, *lines: str, end: str = "\n") -> None:
-        with suppress(OSError):  # the terminal is gone
+        with suppress(OSError):  # the terminal is closed
             for line in lines:
                 self._console.print(line, soft_wrap=True, end=end)
 
 
 def machine_stops() -> bool:
-    """Return whether this machine shuts down: SIGTERM, which every process then gets, is nobody's wish to cancel.
+    """Return True if this machine shuts down: every process then gets SIGTERM, which is no request to cancel.
 
-    A job elsewhere goes on through that, and is taken up after the start. A machine without systemd does not tell.
+    A remote job continues, and train-litgpt reattaches to it after the start. Without systemd this is unknown.
     """
     command = ["systemctl", "is-system-running"]  # https://www.freedesktop.org/software/systemd/man/systemctl.html
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=1.0, check=False).stdout
+        state = subprocess.run(command, capture_output=True, text=True, timeout=1.0, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return said.strip() == "stopping"
+    return state.strip() == "stopping"
 
 
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
-    """End flow runs in Prefect that their user has left, else they would pass for running forever.
+    """End flow runs in Prefect that their user has left. Otherwise they would stay running forever.
 
-    After the first Ctrl-C they are not Cancelled, which would mean that nothing of their jobs is left. Prefect's type
-    for them is Crashed; they get a name of their own, which says why. The automation `resume-crashed` does not revive
-    them: it looks for a tag that only deployments give. A run that has ended by itself keeps its state.
+    After the first Ctrl-C they are not Cancelled, which would mean that their jobs are gone. They are Crashed, with a
+    name of its own. The automation `resume-crashed` ignores them, because only deployments have its tag. A flow run
+    that has ended already keeps its state.
     """
     from prefect import get_client
     from prefect.client.schemas.objects import State, StateType
 
     kind, why = StateType.CANCELLED, "Cancelled by its user, with all of its jobs"
     if name == "Interrupted":
-        kind, why = StateType.CRASHED, "Left by its user; a job that was started goes on by itself"
+        kind, why = StateType.CRASHED, "Left by its user; a job that was started continues"
     state = State[Any](type=kind, name=name, message=why)
     with get_client(sync_client=True) as client, ThreadPoolExecutor(max_workers=16) as pool:
 
@@ -438,5 +455,5 @@ def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled
             if client.read_flow_run(flow_run).state_type not in {StateType.COMPLETED, StateType.FAILED}:
                 client.set_flow_run_state(flow_run, state, force=True)
 
-        # All at once: a sweep has many trials, and there is a second for all.
+        # In parallel: a sweep has many trials, and all must end within a second.
         list(pool.map(end, map(UUID, ids)))

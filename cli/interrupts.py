@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Seconds that `with` and `finally` blocks of a plain command have to clean up.
 _CLEANING = 1.5
-# Seconds that a blocked terminal or pipe may take to accept the last words.
+# Seconds that a blocked terminal or pipe may take to accept the last output.
 _FLUSHING = 0.5
 
 
@@ -29,27 +29,26 @@ def answer() -> None:
 
 
 def answer_at_once() -> None:
-    """End this process on a signal without a word: the command is done, only libraries are still closing down."""
+    """End this process silently on a signal: the command is done, and only libraries are still shutting down."""
     _install(lambda number, _: finish(128 + number))
 
 
 @contextlib.contextmanager
 def queued() -> Iterator[SimpleQueue[int | None]]:
-    """While entered, signals are put into a queue, and nothing else happens."""
+    """Put signals into a queue instead of handling them."""
     received: SimpleQueue[int | None] = SimpleQueue()
-    before = _install(lambda number, _: received.put(number))
+    previous = _install(lambda number, _: received.put(number))
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def finish(code: int) -> NoReturn:
-    """End this process now. No exit handler of a library may hold it or print.
+    """End this process and its children now. No exit handler of a library may delay it or print.
 
-    Its child processes end with it. A child with a session of its own, as the supervisor of a local job has, was
-    started to outlive this process, and is left alone.
+    A child with a session of its own, such as the supervisor of a local job, has to outlive this process.
     """
     import psutil
 
@@ -67,16 +66,18 @@ def finish(code: int) -> NoReturn:
 
 
 def _install(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
-    """Handle the signals; returns the handlers before. One that is ignored stays so: `nohup`, a background job."""
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = {number: now for number, now in before.items() if now is not signal.SIG_IGN}
-    for number in handled:
-        signal.signal(number, handler)
-    return handled
+    """Handle the signals; return the previous handlers. An ignored signal stays ignored: `nohup`, a background job."""
+    previous: dict[int, Any] = {}
+    for number in SIGNALS:
+        current = signal.getsignal(number)
+        if current is not signal.SIG_IGN:
+            previous[number] = current
+            signal.signal(number, handler)
+    return previous
 
 
 def _end_command(number: int, _frame: FrameType | None) -> None:
-    """Leave a command through its `finally` blocks, or without them where they take long."""
+    """End a command through its `finally` blocks, or without them if they take too long."""
     answer_at_once()  # to the next signal
     with contextlib.suppress(OSError):  # the terminal is gone
         os.write(2, b"\ninterrupted\n")

@@ -61,7 +61,7 @@ from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, TrainLitgptError, fault_of_findings
-from litgpt_demo.export import summary_lines, usage
+from litgpt_demo.export import FinalManifest, summary_lines, usage
 from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
@@ -89,24 +89,26 @@ def program(
 
 
 def _configs() -> list[str]:
-    """The configs that a shell completes, those of this folder and the shipped ones; other paths it knows itself."""
+    """Return the configs that a shell completes: those of this folder and the shipped ones."""
     return sorted(map(str, [*Path().glob("*.yaml"), *Path("deployments/configs").glob("**/*.yaml")]))
 
 
 def _targets(context: typer.Context) -> list[str]:
-    """The runs that a shell completes, and configs. Nobody who presses a key waits for a bucket."""
+    """Return the runs and configs that a shell completes; runs in a bucket would take too long."""
     root = context.params.get("root") or DEFAULT_ROOT
-    return [*([] if is_remote(root) else Index.of(root).runs()), *_configs()]
+    runs = [] if is_remote(root) else Index.of(root).runs()
+    return [*runs, *_configs()]
 
 
-def _json_asked(asked: bool) -> bool:
-    """Have nothing on standard output but the document: what is said to a person goes to standard error."""
+def _select_console(is_json: bool) -> bool:
+    """Print messages for people to standard error if standard output is for a JSON document."""
     global console
-    console = stderr if asked else console
-    return asked
+    if is_json:
+        console = stderr
+    return is_json
 
 
-Json = Annotated[bool, typer.Option("--json", callback=_json_asked, help="Print one JSON document, for programs.")]
+Json = Annotated[bool, typer.Option("--json", callback=_select_console, help="Print one JSON document, for programs.")]
 ConfigFile = Annotated[
     Path, typer.Argument(help="A YAML file, as in deployments/configs.", show_default=False, autocompletion=_configs)
 ]
@@ -144,7 +146,7 @@ def main() -> None:
 
 @contextmanager
 def errors_for_people() -> Iterator[None]:
-    """A known error is a message and an exit code; a traceback is for errors that are ours."""
+    """Print a known error as a message and exit with its code; only a bug shows a traceback."""
     try:
         yield
     except TrainLitgptError as error:
@@ -159,17 +161,17 @@ def errors_for_people() -> Iterator[None]:
 
 
 def _problem_of_prefects_settings(error: ValueError) -> str:
-    """Say which files have the settings that Prefect could not read when it was imported, and how to go on without."""
+    """Return which files have the settings that Prefect could not read when it was imported, and how to continue."""
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
     files = (file.absolute() for file in (profiles, Path("prefect.toml"), Path("pyproject.toml")) if file.is_file())
     places = [str(file) for file in files if file.name != "pyproject.toml" or b"[tool.prefect" in file.read_bytes()]
-    # Of a validation not all is said: what was given may be a secret.
-    words = first_problem(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
+    # Not the whole validation error: a value may be a secret.
+    problem = first_problem(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
     return (
-        f"Prefect cannot read its settings: {words}; mend {' or '.join([*places, 'a variable PREFECT_…'])}. To go on "
-        "without: PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for the "
-        "others"
+        f"Prefect cannot read its settings: {problem}; fix {' or '.join([*places, 'a variable PREFECT_…'])}. To go "
+        "without them: PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for "
+        "the others"
     )
 
 
@@ -179,8 +181,8 @@ AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 def read_config(
     path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyKind] | None = None
 ) -> AnyKind:
-    """The config in a file, of the kind that its sections say: `script`, `sweep`, `measure`, or a training. Of another
-    `kind` that is asked for, sections that such a config has not are left out."""
+    """Read a config of the kind that its sections name: `script`, `sweep`, `measure`, or a training. For an explicit
+    `kind`, sections that such a config lacks are ignored."""
     document = config_document(path, assignments or [], platform_file=profile)
     if kind is None:
         kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
@@ -204,7 +206,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile)
+    settings = read_config(config, _with_start(overrides, new=new, cancel_old=cancel_old), profile)
     if detach and output:
         raise ConfigProblem("--output shows what the job prints, and --detach waits for no job; give one of them")
     if detach:
@@ -218,43 +220,53 @@ def run(
         _run(settings, output)
 
 
-def _with_others(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
+def _with_start(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
     if new and cancel_old:
-        raise ConfigProblem("--new keeps the job that runs already and --cancel-old ends it; give one of them")
-    others = ["start.others=keep"] if new else ["start.others=cancel"] if cancel_old else []
-    return [*(overrides or []), *others]
+        raise ConfigProblem("--new keeps the running job, but --cancel-old cancels it; give one of them")
+    settings = list(overrides or [])
+    if new:
+        settings.append("start.others=keep")
+    if cancel_old:
+        settings.append("start.others=cancel")
+    return settings
 
 
 def _run(settings: AnyKind, output: bool = False) -> None:
     match settings:
         case SweepConfig():
-            trials(settings)  # one that cannot be is refused before anything is started for it
-            _print_table(_answer(_watched("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output)))
+            trials(settings)  # an impossible sweep is refused before anything starts
+            _print_table(
+                _print_json(_run_in_foreground("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
+            )
         case BenchmarkConfig():
-            made = _answer(_watched("flows.run_torchrun:benchmark_network", dict(settings)))
-            _print_table(table(made))
-            _print_table(pairs_table(made[0]))
+            results = _print_json(_run_in_foreground("flows.run_torchrun:benchmark_network", dict(settings)))
+            _print_table(table(results))
+            _print_table(pairs_table(results[0]))
         case ScriptConfig():
-            logs = _watched("flows.run_torchrun:run_torchrun", dict(settings), output=True)
-            _answer({"logs": logs})
+            logs = _run_in_foreground("flows.run_torchrun:run_torchrun", dict(settings), output=True)
+            _print_json({"logs": logs})
             _say(f"\n  logs     {escape(logs)}")
         case RunConfig():
-            with console.status("planning"):  # what refuses the run is told before a server is started for it
+            with console.status("planning"):  # before a server is started
                 run = plan_to_start(settings)
-            final = _watched("flows.train_litgpt:train_planned", {"run": run}, output=output)
-            where = open_storage(settings.root).within(f"runs/{final.run}")
-            hf, card = {"hf model": HUGGINGFACE} if final.huggingface else {}, f"{FINAL}/MODEL_CARD.md"
-            paths = {"model": LITGPT, **hf, "card": card, "report": REPORT, "metrics": METRICS}
-            places = {name: where.address(path) for name, path in paths.items()}
-            _answer({"run": final.run, **places})
-            here = f"{Path.cwd()}/"  # what is below it is shown relative to it
-            _say("\n  a sample: a document's opening that it has not seen, and how it goes on")
-            console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
-            for name, place in places.items():
-                _say(f"  {name:<8} {escape(place.removeprefix(here))}")
-            _say("\n  use it")
-            for line in usage(where.address().removeprefix(here), final, huggingface=False).splitlines():
-                _say(f"    {escape(line)}")
+            final = _run_in_foreground("flows.train_litgpt:train_planned", {"run": run}, output=output)
+            _print_final(open_storage(settings.root).within(f"runs/{final.run}"), final)
+
+
+def _print_final(folder: Storage, final: FinalManifest) -> None:
+    paths = {"model": LITGPT, "card": f"{FINAL}/MODEL_CARD.md", "report": REPORT, "metrics": METRICS}
+    if final.huggingface:
+        paths = {"model": LITGPT, "hf model": HUGGINGFACE, **paths}
+    addresses = {name: folder.address(path) for name, path in paths.items()}
+    _print_json({"run": final.run, **addresses})
+    current = f"{Path.cwd()}/"  # paths below it are shown relative to it
+    _say("\n  a sample: the beginning of an unseen document, and the model's continuation")
+    console.print(f"\n[bold]{escape(final.prompt)}[/]{escape(final.sample.removeprefix(final.prompt))}\n")
+    for name, address in addresses.items():
+        _say(f"  {name:<8} {escape(address.removeprefix(current))}")
+    _say("\n  use it")
+    for line in usage(folder.address().removeprefix(current), final, huggingface=False).splitlines():
+        _say(f"    {escape(line)}")
 
 
 @app.command(name="benchmark-network")
@@ -272,7 +284,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
     sections = {name: getattr(settings, name) for name in ("root", "data", "workers")}
-    _watched("flows.train_litgpt:prepare_dataset", sections)
+    _run_in_foreground("flows.train_litgpt:prepare_dataset", sections)
 
 
 @app.command()
@@ -280,10 +292,10 @@ def sweep(
     config: ConfigFile, overrides: Overrides = None, profile: Profile = None, new: New = False, cancel_old: Old = False
 ) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
-    settings = read_config(config, _with_others(overrides, new=new, cancel_old=cancel_old), profile)
+    settings = read_config(config, _with_start(overrides, new=new, cancel_old=cancel_old), profile)
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
-            f"{config} has no `sweep` section, so that there is nothing to vary; add one, as "
+            f"{config} has no `sweep` section, so nothing varies; add one, as "
             "`sweep={grid: {train.seed: [1, 2]}}`, or use `train-litgpt run`"
         )
     _run(settings)
@@ -302,7 +314,7 @@ def collect(
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
     finals = []
     for storage in _folders(target, overrides, profile, root):
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries greet, and warn of what is not used
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries print greetings and warnings
             from litgpt_demo.export.models import export as collect_models
 
             final = collect_models(storage, step=step, newest=newest)
@@ -310,18 +322,18 @@ def collect(
         for line in summary_lines(final):
             _say(escape(line))
         _say(f"[green]✓[/] {escape(storage.address(FINAL))}")
-    _answer(finals)
+    _print_json(finals)
 
 
 def _folders(target: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
-    if "/" in target and not target.endswith((".yaml", ".yml")):  # a copy of a run may be in no index
+    if "/" in target and not target.endswith((".yaml", ".yml")):  # a copied run may be in no index
         return [open_storage(target)]
-    found = target_of(target, overrides, profile, root)
-    return [found.storage(run) for run in found.runs]
+    resolved = target_of(target, overrides, profile, root)
+    return [resolved.storage(run) for run in resolved.runs]
 
 
 def _folder(target: str, root: str) -> Storage:
-    """The folder of the one run that is meant."""
+    """Return the folder of a single run."""
     folders = _folders(target, None, None, root)
     if len(folders) > 1:
         raise ConfigProblem(f"{target} is a sweep of {len(folders)} runs; name one: `train-litgpt status {target}`")
@@ -338,14 +350,14 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:
-    """Let a run's model write on after a text: its collected model, or its newest checkpoint if that is further."""
+    """Continue a text with a run's model: its collected model, or its newest checkpoint if that has more steps."""
     folder = _folder(target, root)
-    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries greet
+    with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries print greetings
         from litgpt_demo.export.generation import Writer
 
         writer = Writer(folder)
     pieces = writer.write(text, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed)
-    first = next(pieces, "")  # what cannot be written after is refused before anything is shown
+    first = next(pieces, "")  # an impossible text is refused before anything is shown
     _say(f"[dim]by the model of step {writer.step}[/]", stderr)
     for piece in (text, first, *pieces):
         show_text(piece, end="")
@@ -355,14 +367,15 @@ def generate(
 @app.command()
 def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, as_json: Json = False) -> None:
     """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
-    asked = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
-    raise_on_errors(check_evaluation(asked))  # before a server is started for it
+    settings = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
+    raise_on_errors(check_evaluation(settings))  # before a server is started
     run = _folder(target, root)
-    final = _watched("flows.evaluate:evaluate", {"run": run.address(), "evaluation": asked})
-    found = evaluations(run, final.step)
-    _answer([row for one in found for row in one.table])
-    for name, value in (pair for one in found for pair in one.pairs):
-        _say(escape(f"  {name}: {value}"))
+    final = _run_in_foreground("flows.evaluate:evaluate", {"run": run.address(), "evaluation": settings})
+    scores = evaluations(run, final.step)
+    _print_json([row for evaluation in scores for row in evaluation.table])
+    for evaluation in scores:
+        for name, value in evaluation.pairs:
+            _say(escape(f"  {name}: {value}"))
 
 
 @app.command()
@@ -382,21 +395,23 @@ def submit(
 
     if deployment is None:
         if server_address() is None:
-            _print_notes("there is no Prefect server: `train-litgpt serve` starts one, which has these deployments")
+            _print_notes("no Prefect server runs: `train-litgpt serve` starts one with these deployments")
             texts = {entry["name"]: entry["description"] for entry in read_yaml(bootstrap.PREFECT_FILE)["deployments"]}
         else:
             with server_problems():
-                texts = {full: found.description or "" for full, found in list_deployments().items()}
-        _print_table(_answer([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)]))
+                texts = {name: entry.description or "" for name, entry in list_deployments().items()}
+        _print_table(
+            _print_json([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)])
+        )
         return
-    changes = overrides_of(_with_others(overrides, new=new, cancel_old=cancel_old))
+    changes = overrides_of(_with_start(overrides, new=new, cancel_old=cancel_old))
     sections = {} if profile is None else read_platform_file(profile)
     with server_problems():
         _submitted(*submit_deployment(deployment, changes, profile=sections))
 
 
 def _submitted(flow_run: str, full: str, page: str | None) -> None:
-    _answer({"flow_run": flow_run, "deployment": full, "page": page})
+    _print_json({"flow_run": flow_run, "deployment": full, "page": page})
     _say(f"flow run [bold]{flow_run}[/] of {full}\n  {page}")
 
 
@@ -409,22 +424,24 @@ def init(
     platform: Annotated[str, typer.Argument(help="The kind of a platform.", show_default=False)],
     file: Annotated[Path | None, typer.Argument(help="The file; PLATFORM.yaml unless given.")] = None,
 ) -> None:
-    """Write a commented config of a training on a platform, to begin from. A file that is there is left as it is."""
+    """Write a commented config of a training on a platform. An existing file is not changed."""
     configs = bootstrap.CONFIGS
-    if platform not in (there := sorted(path.stem for path in (configs / "profiles").glob("*.yaml"))):
-        raise ConfigProblem(f"{platform!r} is no kind of platform; there are {', '.join(there)}")
-    file, shipped = file or Path(f"{platform}.yaml"), (configs / f"{platform}.yaml").read_text(encoding="utf-8")
+    platforms = sorted(path.stem for path in (configs / "profiles").glob("*.yaml"))
+    if platform not in platforms:
+        raise ConfigProblem(f"unknown platform {platform!r}; choose one of {', '.join(platforms)}")
+    file = file or Path(f"{platform}.yaml")
+    shipped = (configs / f"{platform}.yaml").read_text(encoding="utf-8")
     try:
-        with file.open("x", encoding="utf-8") as made:
-            made.write(f"# From `train-litgpt init`; what else can be set: `train-litgpt settings`.\n{shipped}")
+        with file.open("x", encoding="utf-8") as config:
+            config.write(f"# From `train-litgpt init`; `train-litgpt settings` lists all settings.\n{shipped}")
     except OSError as error:
         raise ConfigProblem(f"{file} cannot be written ({error.strerror}); name another file") from error
-    _say(f"{escape(str(file))} is written; put in what is yours, then: train-litgpt plan {escape(str(file))}")
+    _say(f"{escape(str(file))} is written; fill in your values, then: train-litgpt plan {escape(str(file))}")
 
 
-def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
-    """Run a flow, `module:name`, in this process, imported when the terminal shows something; Ctrl-C leaves a job that
-    has been started alone, and says so."""
+def _run_in_foreground(flow: str, parameters: Mapping[str, Any], *, output: bool = False) -> Any:
+    """Run a flow, `module:name`, in this process. It is imported after the first output. On Ctrl-C, a started job
+    continues."""
     from cli.foreground import in_foreground
 
     _quiet_prefect()
@@ -432,8 +449,8 @@ def _watched(flow: str, parameters: Mapping[str, Any], *, output: bool = False) 
 
 
 def _quiet_prefect() -> None:
-    """Prefect's own console lines would fight with ours; its server and UI get them all the same."""
-    ours = {
+    """Silence Prefect on the console, where its lines would mix with ours; its server and UI still get them."""
+    defaults = {
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         "PREFECT_SERVER_LOGGING_LEVEL": "CRITICAL",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -442,7 +459,7 @@ def _quiet_prefect() -> None:
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_CLIENT_MAX_RETRIES": "9",
     }
-    os.environ.update({**ours, **os.environ})
+    os.environ.update({**defaults, **os.environ})
 
 
 @app.command()
@@ -455,16 +472,16 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    shown = previews(read_config(config, overrides, profile))
-    unknown = dict.fromkeys(what for submission in shown.values() for what in submission.unknown)
+    submissions = previews(read_config(config, overrides, profile))
+    unknown = dict.fromkeys(what for submission in submissions.values() for what in submission.unknown)
     if unknown and not explain:
-        show_text("# Not to be sent as it is: values that are not known from here have something else in their place.")
+        show_text("# Not to be sent as it is: values that are unknown here have a placeholder.")
     for what in unknown:
         if not explain:
             show_text(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
-            _say(f"[cyan]?[/] not known from here: {escape(what)}", stderr)
-    for title, submission in shown.items():
+            _say(f"[cyan]?[/] unknown here: {escape(what)}", stderr)
+    for title, submission in submissions.items():
         if title:
             show_text(f"--- # {title}")
         if explain:
@@ -476,17 +493,18 @@ def render(
 @app.command()
 def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None, as_json: Json = False) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
-    planned = _answer(plan_of(read_config(config, overrides, profile)))
+    planned = _print_json(plan_of(read_config(config, overrides, profile)))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
         if rows:
             console.print()
     _print_findings(planned.findings)
-    if fault := fault_of_findings(planned.findings):
+    fault = fault_of_findings(planned.findings)
+    if fault:
         raise typer.Exit(EXIT_CODES[fault])
     severities = {finding.severity for finding in planned.findings}
     if "unknown" in severities:
-        _say("nothing that is known blocks it; a run needs to know what is marked with ?")
+        _say("nothing that is known blocks it; a run needs the facts that are marked with ?")
     elif severities <= {"info"}:
         _say("nothing blocks it")
 
@@ -502,32 +520,33 @@ def settings(
         "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
     }  # fmt: skip
     if kind not in kinds:
-        raise ConfigProblem(f"--kind={kind!r} is no kind of config; there are {', '.join(kinds)}")
-    found = [row for row in _settings_of(kinds[kind]) if row["setting"].startswith(prefix)]
-    if not found:
+        raise ConfigProblem(f"unknown --kind={kind!r}; choose one of {', '.join(kinds)}")
+    rows = [row for row in _settings_of(kinds[kind]) if row["setting"].startswith(prefix)]
+    if not rows:
         raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
-    _print_table(_answer(found))
+    _print_table(_print_json(rows))
 
 
-def _settings_of(model: type[Settings], prefix: str = "", whole: Any = None) -> Iterator[dict[str, str]]:
-    """Each setting of a model and of its sections, in the order of the form; defaults as JSON, which YAML reads.
+def _settings_of(model: type[Settings], prefix: str = "", section: Any = None) -> Iterator[dict[str, str]]:
+    """Yield each setting of a model and of its sections, in the order of the form; defaults as JSON, which YAML reads.
 
-    A section that comes in several kinds lists each, headed by its `kind`; one that may be left out is one itself. The
-    default of the `whole` section may have other values than the section's own.
+    A section with several kinds lists each, headed by its `kind`. An optional section is also a setting itself. The
+    defaults of a `section` may differ from those of its model.
     """
     for name in model.model_json_schema()["properties"]:
         field = model.model_fields[name]
-        value = getattr(whole, name) if isinstance(whole, model) else field.default
-        default, text, sections = "", field.description or "", list(_sections(field.annotation))
-        if name == "kind":
-            default, text = get_args(field.annotation)[0], model.__doc__ or ""
-        elif not field.is_required() and (not sections or value is None):
-            default = json.dumps(value, ensure_ascii=False)
+        value = getattr(section, name) if isinstance(section, model) else field.default
+        sections = list(_sections(field.annotation))
         if not sections or value is None:
+            default, meaning = "", field.description or ""
+            if name == "kind":
+                default, meaning = get_args(field.annotation)[0], model.__doc__ or ""
+            elif not field.is_required():
+                default = json.dumps(value, ensure_ascii=False)
             setting = f"{prefix}{name}"
-            yield {"setting": setting, "default": default, "meaning": " ".join(text.split())}
-        for section in sections:
-            yield from _settings_of(section, f"{prefix}{name}.", value)
+            yield {"setting": setting, "default": default, "meaning": " ".join(meaning.split())}
+        for kind in sections:
+            yield from _settings_of(kind, f"{prefix}{name}.", value)
 
 
 def _sections(annotation: Any) -> Iterator[type[Settings]]:
@@ -547,15 +566,15 @@ def doctor(
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
     as_json: Json = False,
 ) -> None:
-    """Check this machine and what a config needs, and say how to fix what is wrong."""
+    """Check this machine and the needs of a config, and print how to fix each problem."""
     if config is None and profile is not None:
-        raise ConfigProblem("--platform means nothing without a config; give the config that is to run there")
+        raise ConfigProblem("--platform needs a config; give the config to run there")
     settings = None if config is None else read_config(config, overrides, profile)
     served = serving.served().get("PREFECT_API_URL")
     findings = list(examine_environment(root if settings is None else settings.root, served=served))
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
-    _answer({"findings": findings})
+    _print_json({"findings": findings})
     _print_findings(findings)
     if any(finding.severity in {"error", "unknown"} for finding in findings):
         raise typer.Exit(EXIT_CODES[FailureClass.USER])
@@ -568,10 +587,10 @@ def verify(
 ) -> None:
     """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
     manifest = verify_dataset(dataset)
-    _answer({"documents": manifest.documents, "tokens": manifest.tokens, "files": len(manifest.files)})
+    _print_json({"documents": manifest.documents, "tokens": manifest.tokens, "files": len(manifest.files)})
     size = bytes_text(sum(file.size for file in manifest.files))
-    told = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as the manifest says"
-    _say(f"[green]✓[/] {len(manifest.files)} files, {size}: {told}")
+    facts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as in the manifest"
+    _say(f"[green]✓[/] {len(manifest.files)} files, {size}: {facts}")
 
 
 @app.command()
@@ -581,14 +600,14 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
-    root = folder or root
-    rows = run_rows(Index.of(root), bad=(bad := DamagedRecords()))
+    root, bad = folder or root, DamagedRecords()
+    rows = run_rows(Index.of(root), bad=bad)
     if any(row.is_live for row in rows) and (os.environ.get("PREFECT_API_URL") or serving.served()):
         _quiet_prefect()
         from flows.reconciling import flag_state_conflicts
 
         rows = flag_state_conflicts(rows)
-    _print_table(table_of(_answer(rows)))
+    _print_table(table_of(_print_json(rows)))
     if not rows:
         _say(f"nothing has been started under {escape(Index.of(root).root.address())}")
     _print_notes(*(f"{row.run}: {row.note}" for row in rows if row.note), str(bad))
@@ -600,34 +619,45 @@ def status(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
-    found = target_of(target, overrides, profile, root)
-    several, bad = len(found.runs) > 1, DamagedRecords()
-    summary = run_rows(found.index, found.runs, bad=bad, open=found.open) if several or as_json else []
-    seen = [] if several else found.attempts[0].all()
-    known = [{"attempt": one.number, "job_id": one.record.job_id, **vars(one.status)} for one in seen]
-    _answer({"name": found.name, "runs": summary, "attempts": known})
-    if several:
+    resolved, bad = target_of(target, overrides, profile, root), DamagedRecords()
+    is_sweep = len(resolved.runs) > 1
+    summary = run_rows(resolved.index, resolved.runs, bad=bad, open=resolved.open) if is_sweep or as_json else []
+    attempts = [] if is_sweep else resolved.attempts[0].all()
+    details = [
+        {"attempt": attempt.number, "job_id": attempt.record.job_id, **vars(attempt.status)} for attempt in attempts
+    ]
+    _print_json({"name": resolved.name, "runs": summary, "attempts": details})
+    if is_sweep:
         _print_table(table_of(summary))
         _print_notes(str(bad))
         return
     rows = []
-    for one in seen:
-        row = {"attempt": one.number, "state": one.status.state, "in the platform's words": one.status.native}
-        rows.append({**row, "job": one.record.job_id, **({"code": one.record.code} if one.record.code else {})})
+    for attempt in attempts:
+        row = {
+            "attempt": attempt.number,
+            "state": attempt.status.state,
+            "in the platform's words": attempt.status.native,
+        }
+        row["job"] = attempt.record.job_id
+        if attempt.record.code:
+            row["code"] = attempt.record.code
+        rows.append(row)
     _print_table(rows)
-    _print_findings(reason for attempt in seen for reason in attempt.status.reasons)
-    is_live = any(attempt.status.state.is_live for attempt in seen)
-    if progress := progress_of(found.storage(found.runs[0]), live=is_live):
+    _print_findings(reason for attempt in attempts for reason in attempt.status.reasons)
+    is_live = any(attempt.status.state.is_live for attempt in attempts)
+    progress = progress_of(resolved.storage(resolved.runs[0]), live=is_live)
+    if progress:
         _say(escape(progress))
 
 
-def moment(words: str) -> float:
-    """Seconds since the epoch, of a time that is so long ago, or is written as ISO 8601 has it."""
-    if age := re.fullmatch(r"(\d{1,9})([smhd])", words):
+def moment(text: str) -> float:
+    """Return seconds since the epoch of an age (10m ago) or of a time in ISO 8601."""
+    age = re.fullmatch(r"(\d{1,9})([smhd])", text)
+    if age:
         return time.time() - int(age[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[age[2]]
     with suppress(ValueError, OverflowError):
-        return datetime.fromisoformat(words).timestamp()
-    raise typer.BadParameter(f"{words!r} is neither an age, as 10m or 2h, nor a time, as 2026-01-31T08:00")
+        return datetime.fromisoformat(text).timestamp()
+    raise typer.BadParameter(f"{text!r} is neither an age, as 10m or 2h, nor a time, as 2026-01-31T08:00")
 
 
 @app.command()
@@ -636,7 +666,7 @@ def logs(
     overrides: Overrides = None,
     profile: Profile = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
     node: Annotated[int | None, typer.Option(help="Only what this node printed.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only what this rank printed.")] = None,
@@ -646,20 +676,21 @@ def logs(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
-    found = target_of(target, overrides, profile, root)
-
-    records = {
-        attempts: [record for record in attempts.records() if attempt in (None, record.attempt)]
-        for attempts in found.attempts
-    }
-    if not any(records.values()):
-        raise ConfigProblem(f"{found.name} has no attempt {attempt}; `train-litgpt status` lists them")
-    for attempts in (attempts for attempts in records if not records[attempts]):
-        _say(f"[yellow]![/] {escape(attempts.run)} has no attempt {attempt}", stderr)
+    resolved = target_of(target, overrides, profile, root)
+    newest: dict[Attempts, AttemptRecord] = {}
+    for attempts in resolved.attempts:
+        records = [record for record in attempts.records() if attempt in (None, record.attempt)]
+        if records:
+            newest[attempts] = records[-1]
+    if not newest:
+        raise ConfigProblem(f"{resolved.name} has no attempt {attempt}; `train-litgpt status` lists them")
+    for attempts in resolved.attempts:
+        if attempts not in newest:
+            _say(f"[yellow]![/] {escape(attempts.run)} has no attempt {attempt}", stderr)
 
     async def show(attempts: Attempts, record: AttemptRecord) -> None:
         platform, job_id = attempts.platform_of(record), record.job_id
-        prefix = f"{attempts.run}  " if len(found.runs) > 1 else ""
+        prefix = f"{attempts.run}  " if len(resolved.runs) > 1 else ""
 
         def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:
@@ -676,7 +707,7 @@ def logs(
             await waiting.read_logs(platform, job_id, on_lines=show_lines)
 
     async def show_all() -> None:
-        await asyncio.gather(*(show(attempts, some[-1]) for attempts, some in records.items() if some))
+        await asyncio.gather(*(show(attempts, record) for attempts, record in newest.items()))
 
     asyncio.run(show_all())
 
@@ -687,13 +718,13 @@ def cancel(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
-    found = target_of(target, overrides, profile, root)
-    found.index.request_cancel(found.name)
-    cancelled, problems = cancel_all(found.attempts, log=_print_notes)
-    unread = f"a record that may be of a trial of {found.name} cannot be read"
-    problems += [DataError(f"{unread}: {why}") for why in found.damaged]
-    lost = {run: lost_steps(found.storage(run)) for run in cancelled}
-    _answer({"name": found.name, "cancelled": cancelled, "lost": lost, "problems": list(map(str, problems))})
+    resolved = target_of(target, overrides, profile, root)
+    resolved.index.request_cancel(resolved.name)
+    cancelled, problems = cancel_all(resolved.attempts, log=_print_notes)
+    unreadable = f"a record that may belong to a trial of {resolved.name} cannot be read"
+    problems += [DataError(f"{unreadable}: {reason}") for reason in resolved.damaged]
+    lost = {run: lost_steps(resolved.storage(run)) for run in cancelled}
+    _print_json({"name": resolved.name, "cancelled": cancelled, "lost": lost, "problems": list(map(str, problems))})
     for run in cancelled:
         _say(f"cancelled {escape(run)}; nothing of it is left")
         if lost[run]:
@@ -703,7 +734,7 @@ def cancel(
     if problems:
         raise typer.Exit(problems[0].exit_code)
     if not cancelled:
-        _say(f"nothing was running of {escape(found.name)}: every attempt at it has ended")
+        _say(f"nothing of {escape(resolved.name)} was running: every attempt has ended")
 
 
 @app.command()
@@ -713,11 +744,11 @@ def reap(
     yes: Annotated[bool, typer.Option("--yes", help="Remove it without asking.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show what dead runs have left on their platforms, then remove it; jobs of cancelled flow runs end with it.
+    """Show the orphaned resources of dead runs, then remove them; jobs of cancelled flow runs are cancelled first.
 
-    Runs that live, or whose state is not known, are never touched.
+    Runs that are live, or whose state is unknown, are never changed.
     """
-    unknown, reaped, removed = False, list[Any](), list[str]()
+    is_unknown, reaped, removed = False, list[Any](), list[str]()
     if not dry_run:
         _quiet_prefect()
         from flows import server
@@ -727,52 +758,56 @@ def reap(
             server.require_server()
             with server.server_problems():
                 reaped = asyncio.run(reap_jobs())
-            unknown = any(one.problem for one in reaped)
-            for what in [str(one) for one in reaped] or ["no job goes on whose flow run is cancelled"]:
-                _say(escape(what))
+            is_unknown = any(job.problem for job in reaped)
+            for line in list(map(str, reaped)) or ["no job of a cancelled flow run is running"]:
+                _say(escape(line))
     index = Index.of(root)
-    found = orphaned_resources(index)
-    those = [one for one in found if one.job_id is not None]
-    unknown = unknown or len(those) < len(found)
-    question = f"remove all of it, {len(those)} attempts?"
-    for one in found:
-        _say(escape(one.what))
-    if not those:
+    orphaned = orphaned_resources(index)
+    removable = [resource for resource in orphaned if resource.job_id is not None]
+    is_unknown = is_unknown or len(removable) < len(orphaned)
+    for resource in orphaned:
+        _say(escape(resource.what))
+    if not removable:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
-    elif dry_run or not (yes or (sys.stdin.isatty() and typer.confirm(question, err=as_json))):
+    elif dry_run or not (yes or _confirm(f"remove all of it, {len(removable)} attempts?", as_json)):
         _say("nothing was removed; --yes removes it")
-        those = []
-    for one in those:
+        removable = []
+    for resource in removable:
         try:
-            gone = remove_orphaned_resource(index, one)
-            removed += [str(one.job_id)] if gone else []
-            lives = f"{one.run} lives again, and was left alone"
-            _say(escape(f"removed {one.job_id}; nothing of it is left" if gone else lives))
+            if remove_orphaned_resource(index, resource):
+                removed.append(str(resource.job_id))
+                _say(escape(f"removed {resource.job_id}; nothing of it is left"))
+            else:
+                _say(escape(f"{resource.run} is running again, and was not changed"))
         except TrainLitgptError as error:
             _error(str(error))
-            unknown = True
-    _answer({"reaped": list(map(str, reaped)), "left": found, "removed": removed})
-    if unknown:
+            is_unknown = True
+    _print_json({"reaped": list(map(str, reaped)), "left": orphaned, "removed": removed})
+    if is_unknown:
         raise typer.Exit(EXIT_CODES[FailureClass.UNREACHABLE])
 
 
-def target_of(words: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
-    """The run or sweep that a verb is about: by its name or folder, or by its config."""
-    if words.endswith((".yaml", ".yml")) or Path(words).is_file():
-        return find_started_with(read_config(Path(words), overrides, profile))
+def _confirm(question: str, as_json: bool) -> bool:
+    return sys.stdin.isatty() and typer.confirm(question, err=as_json)
+
+
+def target_of(name: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
+    """Return the run or sweep of a command: by its name or folder, or by its config."""
+    if name.endswith((".yaml", ".yml")) or Path(name).is_file():
+        return find_started_with(read_config(Path(name), overrides, profile))
     if overrides:
-        raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {words!r} is a run's name")
+        raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {name!r} is a run's name")
     if profile is not None:
-        raise ConfigProblem(f"--platform={profile} belongs to a config; {words!r} is a run's name, found under --root")
-    return resolve_target(words, root=root)
+        raise ConfigProblem(f"--platform={profile} belongs to a config; {name!r} is a run's name, found under --root")
+    return resolve_target(name, root=root)
 
 
-def _answer(found: T) -> T:
-    """Print what a command has found, if a program asks for it; return it."""
+def _print_json(result: T) -> T:
+    """Print the result of a command if `--json` is given; return it."""
     if console is stderr:
-        document = json.loads(json.dumps(to_jsonable_python(found)), parse_constant=str)  # JSON has no NaN: "NaN"
+        document = json.loads(json.dumps(to_jsonable_python(result)), parse_constant=str)  # JSON has no NaN: "NaN"
         typer.echo(json.dumps(document, indent=1))
-    return found
+    return result
 
 
 def _say(markup: str, to: Screen | None = None) -> None:
@@ -788,7 +823,7 @@ def _print_findings(found: Iterable[Finding]) -> None:
     width = min(48, max((len(finding.what) for finding in findings), default=0))  # the codes are a column
     signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:
-        # What could be done about it is news, though neither good nor bad.
+        # Advice without a problem is neither good nor bad.
         sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
         _say(f"{sign} {escape(finding.what.ljust(width))}  [dim]{finding.code}[/]{fix}")
@@ -800,21 +835,21 @@ def _print_notes(*notes: str) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows or console is stderr:  # which has no tables: their rows are in the document
+    if not rows or console is stderr:  # the JSON document has the rows
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     lengths = {name: max(len(str(row.get(name, ""))) for row in [*rows, {name: name}]) for name in rows[0]}
     for name in _SPARED:
         if sum(lengths.values()) + 2 * len(lengths) > console.width:
             lengths.pop(name, None)
-    for name in lengths:  # an address that is cut short is of no use, nor is the name of a run in pieces
+    for name in lengths:  # addresses must not be cut, and names of runs not be wrapped
         table.add_column(escape(name), overflow="fold", no_wrap=name == "run")
     for row in rows:
         table.add_row(*(escape(str(row.get(name, ""))) for name in lengths))
     if console.is_terminal:
         console.print(table)
         return
-    with console.capture() as shown:
+    with console.capture() as capture:
         console.print(table)
-    for line in shown.get().splitlines():  # rich fills the last column with blanks
+    for line in capture.get().splitlines():  # rich fills the last column with blanks
         _say(escape(line.rstrip()))

@@ -1,6 +1,6 @@
-"""The way to a terminal: what nodes, platforms and files say is text there, and does nothing else.
+"""Output to a terminal: foreign text of nodes, platforms and files cannot control it.
 
-Into a pipe or a file everything goes as it is, as with `kubectl logs` and `git log`.
+A pipe or a file gets the text unchanged, as with `kubectl logs` and `git log`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rich.segment import Segment
 
 from launcher.formatting import harmless
 
-# What our own lines are drawn with, in ASCII.
+# The symbols of our own lines, in ASCII.
 _MARKS = dict(zip("✓✗→·×–…━╸╺\u00a0", "+x>-x-.==- ", strict=True))
 _MARKS |= dict.fromkeys(map(chr, range(0x2800, 0x2900)), "*")  # the dots of a spinner
 
 
 def accept_any_text() -> None:
-    """Have what a terminal or a pipe has no letters for written in ASCII: our marks as others, the rest escaped."""
+    """Write characters that a terminal or pipe cannot encode in ASCII: our symbols replaced, the rest escaped."""
     codecs.register_error("marks", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -31,12 +31,12 @@ def accept_any_text() -> None:
 
 def _in_ascii(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
-    letters = error.object[error.start : error.end]
-    return "".join(_MARKS.get(one) or one.encode("ascii", "backslashreplace").decode() for one in letters), error.end
+    text = error.object[error.start : error.end]
+    return "".join(_MARKS.get(mark) or mark.encode("ascii", "backslashreplace").decode() for mark in text), error.end
 
 
 class Screen(Console):
-    """A console whose texts cannot steer the terminal that they are shown on."""
+    """A console whose texts cannot control the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the segments of a renderable; the movements of the cursor in them are rich's own."""
@@ -47,10 +47,10 @@ class Screen(Console):
                 yield Segment(harmless(segment.text), segment.style)
 
     def on_broken_pipe(self) -> None:
-        """Go on in silence where nobody reads any more: rich would end the program, and the pipeline with it."""
+        """Continue silently without a reader; rich would end the program, and the pipeline with it."""
         self.quiet = True
 
 
 def show_text(text: str, *, end: str = "\n") -> None:
-    """Print text that somebody else wrote, a node or a model; a terminal obeys none of it."""
+    """Print foreign text, of a node or a model; it cannot control a terminal."""
     typer.echo(f"{harmless(text) if sys.stdout.isatty() else text}{end}", nl=False)

@@ -62,7 +62,7 @@ def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_
     assert [job for job in yaml.safe_load_all(done.out) if job]
     assert (f"{config.name}-unknown" in done.out) is needs_the_hub
     told = [line for line in done.out.splitlines() if line.startswith("# ")]
-    assert len(told[1:]) == done.err.count("? not known from here"), "told at the top, and on stderr"
+    assert len(told[1:]) == done.err.count("? unknown here"), "told at the top, and on stderr"
     assert done.out.startswith("# Not to be sent as it is: ") == bool(told)
 
     done = cli("plan", str(path))

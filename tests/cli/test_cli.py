@@ -104,7 +104,7 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
         (["sweep", "training.yaml"], "no `sweep` section"),
         (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
         (["plan", "training.yaml", "name=My Run"], "'My Run' given; a name has lower-case letters, digits and dashes"),
-        (["init", "moon"], "'moon' is no kind of platform; there are batch, gke, local, runai"),
+        (["init", "moon"], "unknown platform 'moon'; choose one of batch, gke, local, runai"),
         (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
@@ -112,7 +112,7 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
 def test_what_cannot_be_used_is_named_and_starts_nothing(
     cli: Cli, here: Path, words: list[str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("cli.main._watched")  # which starts a server
+    monkeypatch.delattr("cli.main._run_in_foreground")  # which starts a server
     said = cli(*words)
     assert (said.code, said.out) == (USER, "")
     assert said.err.startswith("error ")
@@ -187,7 +187,7 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
     cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
-    monkeypatch.setattr("cli.main._watched", lambda *_, **__: final)
+    monkeypatch.setattr("cli.main._run_in_foreground", lambda *_, **__: final)
     monkeypatch.setattr("cli.main.plan_to_start", lambda _: (here / "poem.txt").unlink(missing_ok=True))
     said = cli("run", "training.yaml")
     assert (said.code, said.err) == (0, "")
@@ -458,7 +458,7 @@ def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_fr
     for words in (["sweep.yaml"], [sweep_name(sweep), "--root", "out"]):
         assert [row.split()[1] for row in cli("status", *words).out.splitlines()[1:]] == ["failed", "failed"]
         assert {line.split("  ")[1] for line in cli("logs", *words).out.splitlines()} == {"[node 0] 0", "[node 0] 1"}
-        assert f"nothing was running of {sweep_name(sweep)}" in cli("cancel", *words).out
+        assert f"nothing of {sweep_name(sweep)} was running" in cli("cancel", *words).out
     first, second = sorted(one.attempts.run for one in claims)
     asked = len(Index.of("out").cancellations(second))
     (here / "out" / "index" / first / "1.json").write_text('{"format":')
@@ -486,7 +486,7 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
         handed = cli("run", str(Path(__file__).parents[2] / "deployments/configs/pi.yaml"), "--detach")
     for one in (said, handed):
         assert (one.code, "run `train-litgpt serve`, or set PREFECT_API_URL" in one.err) == (USER, True)
-    assert listed.out.startswith("! there is no Prefect server")
+    assert listed.out.startswith("! no Prefect server runs")
     assert {"gke-tcpxo", "sweep-local"} <= {line.split()[0] for line in listed.out.splitlines()}
 
 
@@ -507,7 +507,7 @@ def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_t
     command = [sys.executable, "-c", code, *(str(place.parent) for place in places)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     told = [line for line in done.stderr.splitlines() if line.startswith("error ")]
-    assert [f"mend {place}" in line for place, line in zip(places, told, strict=True)] == [True, True]
+    assert [f"fix {place}" in line for place, line in zip(places, told, strict=True)] == [True, True]
 
 
 def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:

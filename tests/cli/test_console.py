@@ -51,7 +51,7 @@ def shown(*events: Event, output: bool = False) -> list[str]:
 def test_a_training_of_any_length_leaves_ten_lines_at_most_also_where_it_is_repeated_after_a_restart() -> None:
     done = StepDone(step=Step.DATASET, what="8,012 documents", reused=True)
     first, *lines = shown(done, *training(60)[:40], *training(60, first=21))
-    assert first == "✓ 1/5 dataset      8,012 documents (found done)"
+    assert first == "✓ 1/5 dataset      8,012 documents (already done)"
     assert len(lines) == 10
     assert lines[-1].startswith("  step 60/60  loss 2.5000  1,000 tok/s")
 

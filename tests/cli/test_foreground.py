@@ -41,9 +41,9 @@ def said(*events: Any) -> str:
 def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
     other, training = (job(run="a-1"), job("ended", run="a-1")), StepStarted(step=Step.TRAINING)
     text = said(FLOW, training, job("submitting"), job(), *other)
-    assert "the job goes on as tiny-1234 on local" in text
+    assert "the job continues as tiny-1234 on local" in text
     assert "as a-1" not in text
-    assert "take up    train-litgpt run tiny.yaml" in text
+    assert "reattach   train-litgpt run tiny.yaml" in text
     assert [line.split()[-2:] for line in text.splitlines() if "  cancel " in line] == [["cancel", "tiny-1234"]]
 
 
@@ -51,7 +51,7 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
     ("events", "words"),
     [
         ((), "nothing was started"),
-        ((FLOW, StepStarted(step=Step.DATASET)), "what was begun goes on where it was"),
+        ((FLOW, StepStarted(step=Step.DATASET)), "started ones continue"),
         ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "no job is running"),
         ((FLOW, job("submitting")), "was being submitted to local, and may have been started"),
     ],

@@ -70,13 +70,13 @@ def test_what_is_no_file_is_not_read(path: str, console: Cli, tmp_path: Path) ->
     for data in ({"corpus": corpus}, {"corpus": {"kind": "stdlib", "max_bytes": 1000}, "tokenizer": tokenizer}):
         said = console("plan", written(tmp_path, data=data))
         assert (said.code != 0, path in said.out + said.err) == (True, True)
-    assert "has more than 1,000,000 bytes, which no config has" in console("plan", "/dev/zero").err
+    assert "has more than 1,000,000 bytes, so it is not a config" in console("plan", "/dev/zero").err
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (LAUGHS, "write aliases out"),
+        (LAUGHS, "write the aliases out"),
         ("model: {config: &a {b: *a}}", "cannot be used"),
         ("a: " + "[" * 20_000, "nested too deep"),
         ("a: " + "9" * 5000, "cannot be read as YAML"),

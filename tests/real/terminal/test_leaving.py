@@ -50,8 +50,8 @@ def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(
         shown.press_ctrl_c()
         assert shown.end() == 128 + signal.SIGINT
     assert "press Ctrl-C" not in shown.text, "it holds no longer"
-    [take_up] = re.findall(r"^  take up +(.*)$", shown.text, re.MULTILINE)
-    with opened("sh", "-c", f"exec {take_up}") as shown:
+    [reattach] = re.findall(r"^  reattach +(.*)$", shown.text, re.MULTILINE)
+    with opened("sh", "-c", f"exec {reattach}") as shown:
         shown.read_until("reattached")
         shown.press_ctrl_c()
         shown.read_until("press Ctrl-C once more now to cancel it")
@@ -74,7 +74,7 @@ def test_other_ways_to_end_it_leave_the_job_too(opened: Open, tmp_path: Path, ti
         if how == "the machine shuts down":
             shown.process.terminate()
             assert shown.end() == 128 + signal.SIGTERM
-            assert f"the job goes on as {claim_of(ticking).attempts.run} on local" in shown.text
+            assert f"the job continues as {claim_of(ticking).attempts.run} on local" in shown.text
         else:
             shown.close()
             assert shown.end() == 128 + signal.SIGHUP
