@@ -53,8 +53,7 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
     is_served = _is_served(port)
     # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
-    given = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH)
-    secret = given or settings_in(file).get(AUTH) or serving.new_secret()
+    secret = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH) or settings_in(file).get(AUTH) or serving.new_secret()
     addresses = {"PREFECT_API_URL": api, "PREFECT_UI_URL": ui, AUTH: secret, "DO_NOT_TRACK": "1"}
     own_origins = {name: os.environ[name] for name in (ORIGINS,) if name in os.environ}
     close_folder(home)
@@ -77,11 +76,11 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
     _report("server", "there" if is_served else "started", ui)
     require_server()
     _deploy()
-    works = serving.live("worker") is not None
-    if not works:
-        words = ("worker", "start", "--pool", POOL, "--name", socket.gethostname())
-        _start("worker", [*PYTHON, "-m", "prefect", "--no-prompt", *words])
-    _report("worker", "there" if works else "started", f"on {socket.gethostname()}")
+    is_working = serving.live("worker") is not None
+    if not is_working:
+        arguments = ("worker", "start", "--pool", POOL, "--name", socket.gethostname())
+        _start("worker", [*PYTHON, "-m", "prefect", "--no-prompt", *arguments])
+    _report("worker", "there" if is_working else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date(notify))
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
     shown = secret if sys.stdout.isatty() else f"{AUTH} in {file}"
@@ -98,9 +97,11 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
 def _is_served(port: int) -> bool:
     """Return whether our own server, known by its process, listens on a port; refuse one that another program uses."""
     with suppress(psutil.NoSuchProcess):
-        if (process := serving.live("server")) is not None:
+        process = serving.live("server")
+        if process is not None:
             command = process.cmdline()
-            if (used := int(command[command.index("--port") + 1])) != port:
+            used = int(command[command.index("--port") + 1])
+            if used != port:
                 fix = f"use it by `train-litgpt serve --port {used}`, or end it first by `train-litgpt stop`"
                 raise ConfigProblem(f"the server of {serving_home()} already listens on port {used}", fix=fix)
             return True
@@ -151,15 +152,17 @@ def stop() -> None:
     """End the server and the worker that `serve` started. Jobs continue; the command names them."""
     os.environ |= environment(serving_home())
     with suppress(psutil.Error, OSError):  # relative roots are the worker's
-        os.chdir(serving.workplace() if (worker := serving.live("worker")) is None else worker.cwd())
+        worker = serving.live("worker")
+        os.chdir(serving.workplace() if worker is None else worker.cwd())
     indexes = [Index.of(root) for root in sorted(asyncio.run(_roots()))]
     for name in ("worker", "server"):
         _report(name, "stopped" if _end(name) else "not running", "")
     for index in indexes:
-        for row in run_rows(index, bad=(bad := DamagedRecords())):
+        bad = DamagedRecords()
+        for row in run_rows(index, bad=bad):
             if row.is_live:
                 cancel = f"train-litgpt cancel {row.run} --root {index.root.address()}"
-                _report("job", "goes on", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
+                _report("job", "continues", f"{row.run} ({row.platform}, {row.state}); to end it: {cancel}")
         if bad:
             _report("job", "unknown", str(bad))
 
@@ -176,12 +179,12 @@ def environment(home: Path) -> dict[str, str]:
     return own | settings_in(environment_file(home)) | fixed
 
 
-def prefect(*words: str, check: bool = True) -> int:
+def prefect(*arguments: str, check: bool = True) -> int:
     """Call Prefect's command line; return its exit code."""
-    command = [*PYTHON, "-m", "prefect", "--no-prompt", *words]
+    command = [*PYTHON, "-m", "prefect", "--no-prompt", *arguments]
     done = subprocess.run(command, cwd=serving.workplace(), capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
-        raise ConfigProblem(f"`prefect {shlex.join(words)}` refused:\n{(done.stdout + done.stderr).strip()}")
+        raise ConfigProblem(f"`prefect {shlex.join(arguments)}` failed:\n{(done.stdout + done.stderr).strip()}")
     return done.returncode
 
 
@@ -254,14 +257,14 @@ async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -
                 return "off"
             action["block_document_id"] = str(block.id)
     wanted = AutomationCore.model_validate({**automation, "actions": actions})
-    there = await client.read_automations_by_name(automation["name"])
-    if not there:
+    existing = await client.read_automations_by_name(automation["name"])
+    if not existing:
         await client.create_automation(wanted)
         return "created"
-    wanted = wanted.model_copy(update={"enabled": there[0].enabled})
-    if AutomationCore.model_validate(there[0].model_dump(include=set(AutomationCore.model_fields))) == wanted:
+    wanted = wanted.model_copy(update={"enabled": existing[0].enabled})
+    if AutomationCore.model_validate(existing[0].model_dump(include=set(AutomationCore.model_fields))) == wanted:
         return "there"
-    await client.update_automation(there[0].id, wanted)
+    await client.update_automation(existing[0].id, wanted)
     return "updated"
 
 
@@ -284,26 +287,27 @@ async def _roots() -> set[str]:
 
 
 def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:
-    """Return the whole settings of a config as the parameters of a flow, and `try_it`: a build step of prefect.yaml.
+    """Return all settings of a config as the parameters of a flow, and `try_it`: a build step of prefect.yaml.
 
-    All of them: Prefect's form shows what a deployment stores, and a section that is given replaces the stored one.
-    `try_it` is Markdown for the description of the deployment that has the config's name: how to start it, its cost.
-    `platform` is a profile, such as `profiles/gke.yaml`, as `--platform` takes one.
+    Prefect's form shows what a deployment stores, and a section of a flow run replaces the stored section. `try_it` is
+    Markdown for the description of the deployment of the config's name: how to start it, and its cost. `platform` is a
+    profile, such as `profiles/gke.yaml`, as `--platform` takes one.
     """
     from flows.parameters import KINDS, parameters_with
 
     profile = None if platform is None else CONFIGS / platform
-    whole = parameters_with(flow, config_document(CONFIGS / config, platform_file=profile), {})
+    parameters = parameters_with(flow, config_document(CONFIGS / config, platform_file=profile), {})
     changes: dict[str, Any] = {"name": "first-try"}
-    if "train" in whole:
+    if "train" in parameters:
         changes |= {"data.corpus": {"kind": "stdlib"}, "data.validation_fraction": 0.01}
         changes |= {"train.max_steps": 20, "train.max_tokens": None, "train.warmup_steps": 2}
-    nodes = validated(KINDS[flow], whole, where=config).platform
+    nodes = validated(KINDS[flow], parameters, where=config).platform
     cost, machine = "No list price is known of its machines.", nodes.machine_type
-    if machine is not None and (price := machine.price) is not None:
+    price = None if machine is None else machine.price
+    if machine is not None and price is not None:
         hour = f"{nodes.nodes} x {machine.name} cost ${nodes.nodes * price.usd:,.2f}"
         cost = f"An hour of {hour} at list price on demand (in {price.region}, {price.date})."
-    return whole | {
+    return parameters | {
         "try_it": "First put your project, cluster, bucket and repository into "
         f"`deployments/configs/{config}`, and call `train-litgpt serve` again.\n\n"
         f"- On the command line: `train-litgpt run deployments/configs/{config}`\n"

@@ -152,7 +152,8 @@ def begin(steps: tuple[Step, ...]) -> None:
 
 async def name_flow_run(name: str) -> None:
     """Name this flow run, unless a person has named it: a name of Prefect's server is two words of coolname."""
-    known = {word for words in cast(Any, coolname.data.config).values() for word in words.get("words", ())}
+    lists = cast(Any, coolname.data.config).values()
+    known = {word for entry in lists for word in entry.get("words", ())}
     if {*this_flow_run.name.split("-")} <= known:
         async with get_client() as client:
             await client.set_flow_run_name(this_flow_run.id, name)

@@ -1,4 +1,4 @@
-"""Prefect's server, as a command that starts a flow needs it: it answers, or the command ends with a message."""
+"""The check and the start of Prefect's server for a command that starts a flow."""
 
 from __future__ import annotations
 
@@ -30,34 +30,35 @@ _ANSWER_SECONDS = 5.0
 
 
 def server_address() -> httpx.URL | None:
-    """Return the address of the server that is configured or runs; None where each command starts one of its own."""
+    """Return the address of the configured or running server; None if each command starts a server of its own."""
     use_served()
     address = get_current_settings().api.url
-    # A password in the address is for the server alone.
+    # A password in the address is only for the server.
     return httpx.URL(address).copy_with(username=None, password=None) if address else None
 
 
 def use_served() -> None:
-    """Use the server of `train-litgpt serve` if it runs and no other is configured, and its secret if none is given."""
+    """Use the server of `train-litgpt serve` if it runs and no other is configured, and its secret if none is set."""
     api, kept = get_current_settings().api, serving.settings_in(serving.environment_file(serving.serving_home()))
     if not api.url and serving.live("server"):
         _configure(kept)
     if not api.url or serving.AUTH not in kept or api.auth_string or api.key:
         return
-    one, two = (httpx.URL(url.rstrip("/")) for url in (api.url, kept.get("PREFECT_API_URL", "")))
-    here = {one.host, two.host} <= {*serving.LOOPBACK}  # this machine has two names
-    if one.copy_with(host=two.host) == two and (one.host == two.host or here):
+    configured, served = httpx.URL(api.url.rstrip("/")), httpx.URL(kept.get("PREFECT_API_URL", "").rstrip("/"))
+    is_this_machine = {configured.host, served.host} <= {*serving.LOOPBACK}  # which has two names
+    is_same_host = configured.host == served.host or is_this_machine
+    if is_same_host and configured.copy_with(host=served.host) == served:
         _configure({serving.AUTH: kept[serving.AUTH]})
 
 
 def require_server() -> None:
-    """Ask the configured server once whether it can be worked with."""
+    """Raise ConfigProblem or ServerUnreachable unless the configured server can be used."""
     address = server_address()
     if address is None:
         fix = "run `train-litgpt serve`, or set PREFECT_API_URL to one that runs"
         raise ConfigProblem("there is no Prefect server", fix=fix)
     try:
-        # The engine asks the same, but is patient: a firewall that drops packets would hold it up for 17 minutes.
+        # The engine checks the same, but with retries: it would wait 17 minutes for a firewall that drops packets.
         with (
             temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
             get_client(sync_client=True, httpx_settings={"timeout": _ANSWER_SECONDS}) as client,
@@ -67,8 +68,8 @@ def require_server() -> None:
         fix = "Start it with `train-litgpt serve`, or correct the address, which ends in /api"
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code in {401, 403}:
             fix = (
-                "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it asks for; "
-                "`train-litgpt serve` says how for the server that it starts"
+                "Set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud, to the secret that it requires; "
+                "`train-litgpt serve` prints the secret of its server"
             )
         raise ServerUnreachable(
             f"PREFECT_API_URL={address} cannot be used as Prefect's server: {_why(error)}. {fix}; or unset it (in "
@@ -77,9 +78,9 @@ def require_server() -> None:
 
 
 async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable[[], None]) -> T:
-    """Run a pipeline when there is a server; end with a message where there is none or it is lost.
+    """Run a pipeline when the server answers; raise ServerUnreachable if it does not, or stops answering.
 
-    `on_own_server` is called where none is configured, so that one is started; meanwhile `load` imports the pipeline.
+    If no server is configured, one is started and `on_own_server` is called; meanwhile `load` imports the pipeline.
     """
     own = None
     if server_address() is None:
@@ -110,7 +111,7 @@ class OwnServer:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         self._address, secret = f"http://127.0.0.1:{port}/api", serving.new_secret()
-        # The types of blocks are registered by a server that stays; no pipeline asks for one.
+        # A permanent server registers the types of blocks; no pipeline needs one.
         environment = {"PREFECT_API_BLOCKS_REGISTER_ON_START": "false"} | os.environ
         environment |= settings.to_environment_variables(exclude_unset=True) | serving.server_environment(port, secret)
         environment |= {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_HOME": str(home)}
@@ -119,7 +120,7 @@ class OwnServer:
         self._process = subprocess.Popen(command, env=environment, umask=0o077, stdin=subprocess.PIPE)
         self._seconds = settings.server.ephemeral.startup_timeout_seconds
         self._deadline = time.monotonic() + self._seconds
-        # It ends with its input: after Prefect's threads, which end by telling it the last events.
+        # It ends with its input, after Prefect's threads, which at their end send it the last events.
         atexit.register(self._process.communicate)
         _configure({"PREFECT_API_URL": self._address, serving.AUTH: secret})
 
@@ -127,9 +128,10 @@ class OwnServer:
         """Return when the server answers."""
         with httpx.Client(trust_env=False, timeout=_ANSWER_SECONDS) as client:
             while time.monotonic() < self._deadline:
-                if (code := self._process.poll()) is not None:
+                code = self._process.poll()
+                if code is not None:
                     raise ServerUnreachable(
-                        f"Prefect's own server for this run ended with {code} before it was up; what it said stands "
+                        f"Prefect's own server for this run ended with {code} before it was up; its output is "
                         "above. Try again, or start a server that stays: `train-litgpt serve`"
                     )
                 with suppress(httpx.TransportError):
@@ -144,7 +146,7 @@ class OwnServer:
 
 
 def _configure(settings: Mapping[str, str]) -> None:
-    """Set these in Prefect for this process alone: a job that outlives it must inherit neither address nor secret."""
+    """Set these in Prefect only for this process: a job that outlives it must inherit neither address nor secret."""
     before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ |= settings
     try:
@@ -164,14 +166,15 @@ def server_problems() -> Iterator[None]:
     except httpx.RequestError as error:
         if address is None:
             raise
-        with suppress(RuntimeError):  # httpx's way to say that it does not know whom it asked
-            asked = error.request.url
-            if (asked.host, asked.port) != (address.host, address.port) or not asked.path.startswith(address.path):
-                raise  # other hosts are asked through the same library
+        with suppress(RuntimeError):  # httpx raises it if the error has no request
+            url = error.request.url
+            is_server = (url.host, url.port) == (address.host, address.port) and url.path.startswith(address.path)
+            if not is_server:
+                raise  # the same library connects to other hosts too
         raise ServerUnreachable(
             f"Prefect's server at {address} stopped answering ({_why(error)}). "
-            "Run the same command again once a server answers (`train-litgpt serve` starts one that stays): steps that "
-            "are done are found by their keys, and a job that still runs is adopted"
+            "Run the same command again once a server answers (`train-litgpt serve` starts a permanent one): finished "
+            "steps are not repeated, and train-litgpt reattaches to a job that is still running"
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""Prefect servers that we start: their secret and where it is kept, and the server that ends with its command.
+"""Prefect servers that train-litgpt starts: their secret and its file, and the server that ends with its command.
 
-Nothing here imports Prefect before it is needed: it reads its settings when it is imported.
+Nothing imports Prefect before it is needed, because it reads its settings when it is imported.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ def workplace() -> Path:
 
 
 def serving_home() -> Path:
-    """Return the folder of the servers that we start: PREFECT_HOME, else .prefect in a checkout that the user may write
-    to, else a folder of the user's own."""
+    """Return the folder of these servers: PREFECT_HOME, else .prefect in a writable checkout, else one of the user."""
     own = CHECKOUT / ".prefect"
     if not _is_checkout() or not os.access(own if own.exists() else CHECKOUT, os.W_OK):
         own = Path(os.environ.get("TRAIN_LITGPT_HOME") or "~/.train-litgpt") / "prefect"
@@ -62,8 +61,8 @@ def environment_file(home: Path) -> Path:
 
 
 def settings_in(file: Path) -> dict[str, str]:
-    """Return the settings of such a file; {} where there is none that we can read."""
-    with suppress(FileNotFoundError, PermissionError, ValueError):  # the last where somebody edited it
+    """Return the settings of such a file; {} if it cannot be read."""
+    with suppress(FileNotFoundError, PermissionError, ValueError):  # the last if somebody edited it
         return dict(word.split("=", 1) for word in shlex.split(file.read_text(encoding="utf-8")) if "=" in word)
     return {}
 
@@ -74,28 +73,28 @@ def kept_file(name: str) -> Path:
 
 
 def live(name: str) -> psutil.Process | None:
-    """Return the server or the worker that `train-litgpt serve` started, if it lives."""
+    """Return the process of the server or the worker that `train-litgpt serve` started; None if it has ended."""
     with suppress(FileNotFoundError, PermissionError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
         pid, began = kept_file(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
-        # A container may have nobody who reaps a zombie.
+        # A container may have no process that reaps a zombie.
         if started(process.pid) == float(began) and process.status() != psutil.STATUS_ZOMBIE:
             return process
     return None
 
 
 def served() -> dict[str, str]:
-    """Return the settings that a shell needs to use the server of `train-litgpt serve`; {} where it does not run."""
+    """Return the settings that a shell needs to use the server of `train-litgpt serve`; {} if it does not run."""
     return settings_in(environment_file(serving_home())) if live("server") else {}
 
 
 def new_secret() -> str:
-    """Return a user name and a random password, the form that HTTP's basic authentication has."""
+    """Return a user name and a random password, in the form of HTTP's basic authentication."""
     return f"litgpt:{secrets.token_urlsafe(32)}"
 
 
 def server_environment(port: int, secret: str) -> dict[str, str]:
-    """Return the settings of a server: who knows the secret is let in, and pages of its own UI alone may ask."""
+    """Return the settings of a server that accepts only clients with the secret, and only pages of its own UI."""
     # In memory, a lease of slots (flows.sweep_litgpt.gpus) would be lost with the server, and its slots held forever.
     leases = {"PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem"}
     return leases | {SERVER_AUTH: secret, ORIGINS: ",".join(f"http://{name}:{port}" for name in LOOPBACK)}
@@ -122,12 +121,12 @@ def server() -> Any:
 
 
 def own_server() -> Any:
-    """Return the same, in a process whose standard input a command keeps open as long as it lives."""
+    """Return the same server, in a process whose standard input a command keeps open until it ends."""
 
-    def end_with_command() -> None:  # however that ended: a killed one could not say goodbye
+    def end_with_command() -> None:  # also if the command was killed
         os.read(0, 1)  # sys.stdin has a lock, which the end of Python would wait for
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)  # as long as the command itself would wait for it
+        time.sleep(5)  # the command itself would wait as long
         os._exit(1)
 
     Thread(target=end_with_command, name="command", daemon=True).start()

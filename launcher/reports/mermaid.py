@@ -79,7 +79,9 @@ def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str
 
 def _fenced(settings: Mapping[str, Any], *statements: str) -> str:
     directive = "%%{init: " + json.dumps({**_SETTINGS, **settings}) + "}%%"
-    return "\n".join(("```mermaid", directive, "xychart-beta", *(f"    {one}" for one in statements), "```"))
+    return "\n".join(
+        ("```mermaid", directive, "xychart-beta", *(f"    {statement}" for statement in statements), "```")
+    )
 
 
 def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
@@ -90,7 +92,7 @@ def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
     """
     import numpy as np
 
-    steps, values = (np.array(list(one), float) for one in (points, points.values()))
+    steps, values = np.array(list(points), float), np.array(list(points.values()), float)
     level = np.interp(np.linspace(first, last, _GRID), steps, values)
     places = np.rint((steps - first) / (last - first) * (_GRID - 1)).astype(int)
     counts, sums = np.bincount(places, minlength=_GRID), np.bincount(places, values, _GRID)

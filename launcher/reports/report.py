@@ -142,10 +142,12 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
 def scores(report: RunReport) -> Pairs:
     """Return each task and metric with its scores; of those on the way the steps too."""
     found: dict[str, list[str]] = {}
-    for one in report.evaluations:
-        at = "" if report.final and one.step == report.final.step else f" at step {one.step:,}"
-        for name, value in one.pairs:
-            found.setdefault(name, []).append(value + at)
+    for evaluation in report.evaluations:
+        suffix = f" at step {evaluation.step:,}"
+        if report.final is not None and evaluation.step == report.final.step:
+            suffix = ""
+        for name, value in evaluation.pairs:
+            found.setdefault(name, []).append(value + suffix)
     return [(name, "; ".join(values)) for name, values in found.items()]
 
 
@@ -168,8 +170,8 @@ def progress_text(progress: Preparation) -> str:
     if progress.phase == "tokenizer":
         return f"tokenizer: training on {progress.documents:,} documents, {bytes_text(progress.text_bytes)}"
     tokens = f", {count_text(progress.tokens)} tokens" if progress.tokens else ""
-    left = "" if progress.seconds_left is None else f", {duration_text(progress.seconds_left)} left"
-    return f"{progress.phase}: {progress.documents:,} documents{tokens}, {bytes_text(progress.rate)}/s{left}"
+    text = f"{progress.phase}: {progress.documents:,} documents{tokens}, {bytes_text(progress.rate)}/s"
+    return text if progress.seconds_left is None else f"{text}, {duration_text(progress.seconds_left)} left"
 
 
 def fraction(progress: Preparation) -> float | None:
@@ -224,16 +226,20 @@ def source_facts(dataset: DatasetManifest, rows: Sequence[Row]) -> Pairs:
     found: Pairs = []
     for number, source in enumerate(dataset.mixture.sources if dataset.mixture else ()):
         assert dataset.mixture is not None
-        told = [", then ".join(f"{shares[number] / 10:g} %" for _, shares in dataset.mixture.schedule)]
-        if seen := [*curve(rows, "step", f"tokens.{source.name}").values()]:
-            told.append(f"{count_text(int(seen[-1]))} of its {count_text(source.train)} tokens seen")
-        if trained := [*curve(rows, "step", f"loss.{source.name}").values()]:
-            told.append(f"training loss {loss_text(trained[-1])}")
-        if losses := [*curve(rows, "evaluation", f"validation_loss.{source.name}").values()]:
-            told.append(f"validation loss {loss_text(losses[-1])}")
-            if (bits := bits_per_byte(losses[-1], source.train + source.validation, source.text_bytes)) != NOTHING:
-                told.append(f"{bits} bits per byte of text")
-        found.append((f"Source {source.name}", "; ".join(told)))
+        facts = [", then ".join(f"{shares[number] / 10:g} %" for _, shares in dataset.mixture.schedule)]
+        tokens = [*curve(rows, "step", f"tokens.{source.name}").values()]
+        if tokens:
+            facts.append(f"{count_text(int(tokens[-1]))} of its {count_text(source.train)} tokens seen")
+        losses = [*curve(rows, "step", f"loss.{source.name}").values()]
+        if losses:
+            facts.append(f"training loss {loss_text(losses[-1])}")
+        validation = [*curve(rows, "evaluation", f"validation_loss.{source.name}").values()]
+        if validation:
+            facts.append(f"validation loss {loss_text(validation[-1])}")
+            bits = bits_per_byte(validation[-1], source.train + source.validation, source.text_bytes)
+            if bits != NOTHING:
+                facts.append(f"{bits} bits per byte of text")
+        found.append((f"Source {source.name}", "; ".join(facts)))
     return found
 
 

@@ -45,7 +45,7 @@ _CACHES = (
     *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
 )
 
-_IN_ANY_CASE = [re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", one) for one in _SECRETS]
+_IN_ANY_CASE = [re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", name) for name in _SECRETS]
 SECRETS_AND_CACHES = tuple(f"**/{pattern}" for pattern in (*_IN_ANY_CASE, *_CACHES))
 """Patterns of what is left out whatever a .dockerignore says: `!src` there must not bring back src/.env."""
 
@@ -95,8 +95,8 @@ class CodeArchive:
                     make_private(folder)
             if root.create(self.path, self.content):
                 return True
-        there = root.stat(self.path)
-        if (there.size, there.crc32c) != (len(self.content), f"{google_crc32c.value(self.content):08x}"):
+        stored = root.stat(self.path)
+        if (stored.size, stored.crc32c) != (len(self.content), f"{google_crc32c.value(self.content):08x}"):
             what = f"{root.address(self.path)} is not the code that its name says"
             raise DataError(what, fix="see who writes there, remove it, and run again")
         return False

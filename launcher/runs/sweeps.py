@@ -1,4 +1,4 @@
-"""The trials of a sweep: what differs between them, the runs that they are, and those that were begun before."""
+"""The trials of a sweep: their settings, their runs, and the trials that exist already."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from litgpt_demo.training.origins import find_initial_weights
 
 MOST_TRIALS = 10_000
 """More are a mistake in the grid, and would take minutes only to be listed."""
-_PREVIEWED = 20  # draws of a sweep that are looked at before it begins
+_PREVIEWED = 20  # draws of a sweep that are checked before it begins
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,27 +60,31 @@ def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue], number: int =
 
 
 def trials(sweep: SweepConfig) -> list[Trial]:
-    """Return every trial of a grid, in the order it is written; of a sweep that draws, the first that it would draw.
+    """Return every trial of a grid, in the order of the config; for a sweep that draws, its first draws.
 
-    A ConfigProblem where a trial of a grid cannot be used, or none that is drawn, or two trials are the same training.
+    Raises ConfigProblem if a trial of a grid is invalid, if all draws are, or if two trials are the same training.
     """
-    draws = sweep.sweep.sampler != "grid"
-    if (count := math.prod(map(len, sweep.sweep.grid.values()))) > MOST_TRIALS and not draws:
+    is_drawn = sweep.sweep.sampler != "grid"
+    count = math.prod(map(len, sweep.sweep.grid.values()))
+    if count > MOST_TRIALS and not is_drawn:
         what = f"sweep.grid has {count:,} trials, more than {MOST_TRIALS:,}"
         raise ConfigProblem(what, fix="vary fewer settings at a time, or take sweep.sampler=tpe with sweep.trials")
     search, made, problems = Search(sweep.sweep), list[Trial](), list[str]()
-    while (number := search.ask()) is not None and (number < _PREVIEWED or not draws):
+    while True:
+        number = search.ask()
+        if number is None or (is_drawn and number >= _PREVIEWED):
+            break
         try:
             made.append(trial_of(sweep, search.changes[number], number))
         except ConfigProblem as problem:
             problems.append(str(problem))
             search.reject(number)
-    if problems and not (draws and made):
+    if problems and not (is_drawn and made):
         raise ConfigProblem("\n".join(problems[:_PREVIEWED]))
-    # What decides the trained model: two trials that agree in it would share one run's folder.
-    if len({content_hash(one.config.data, one.config.model, one.config.train.run_id_settings()) for one in made}) < len(
-        made
-    ):
+    # Two trials with the same settings of the trained model would share one run's folder.
+    configs = [trial.config for trial in made]
+    hashes = {content_hash(config.data, config.model, config.train.run_id_settings()) for config in configs}
+    if len(hashes) < len(made):
         raise ConfigProblem(
             "sweep: two of its trials are the same training, which a root keeps once: a value is listed twice, or a "
             "setting is varied that does not change the model (micro_batch, strategy, compile, platform, name, …)",
@@ -91,12 +95,14 @@ def trials(sweep: SweepConfig) -> list[Trial]:
 
 
 def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset] = plan_dataset) -> list[Run]:
-    """Return the runs of these trials; `plan` looks at a corpus once, however many of them read it."""
-    planned, found = cache(plan), cache(find_initial_weights)
+    """Return the runs of these trials; `plan` reads each corpus once, however many trials share it."""
+    planned, weights = cache(plan), cache(find_initial_weights)
     configs = [trial.config for trial in every]
     return [
         run_of(
-            config, planned(config.data), found(config.model.init_from, config.model.load_optimizer_state, config.root)
+            config,
+            planned(config.data),
+            weights(config.model.init_from, config.model.load_optimizer_state, config.root),
         )
         for config in configs
     ]
@@ -105,6 +111,9 @@ def runs_of(every: Sequence[Trial], plan: Callable[[DataConfig], PlannedDataset]
 def existing_trial_params(sweep: SweepConfig, index: Index, bad: DamagedRecords) -> list[Draw]:
     """Return the draws of the trials that the sweep has begun, in their order; `bad` gets what cannot be read."""
     name = sweep_name(sweep)
-    own = [record for record in index.of_name(sweep.name, bad) if record.sweep == name]
-    draws = [draw for record in own if (draw := TrainingStart.model_validate(record.config["start"]).draw)]
-    return sorted({draw.number: draw for draw in draws}.values(), key=lambda draw: draw.number)
+    draws: dict[int, Draw] = {}
+    for record in index.of_name(sweep.name, bad):
+        draw = TrainingStart.model_validate(record.config["start"]).draw if record.sweep == name else None
+        if draw is not None:
+            draws[draw.number] = draw
+    return [draws[number] for number in sorted(draws)]

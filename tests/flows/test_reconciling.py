@@ -41,7 +41,7 @@ def flow_run_of(config: RunConfig, state: State[Any]) -> UUID:
 def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_that_lives_goes_on(
     tiny_under: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.runs.lease.BEAT", 0.05)
+    monkeypatch.setattr("launcher.runs.lease.HEARTBEAT_INTERVAL", 0.05)
 
     async def crashed() -> list[str]:
         async with get_client() as client:
