@@ -1,4 +1,4 @@
-"""`python -m litgpt_demo <command> …`: what runs on the nodes, each command imported when it is asked for."""
+"""`python -m litgpt_demo <command> …`: the commands of the nodes, each imported when it is called."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one command; a failure that we know ends with its message and the exit code of its class."""
+    """Run one command. A known failure ends with its message and the exit code of its class."""
     if argv and argv[0] in {"-h", "--help"}:
         print(f"{__doc__}\n\ncommands: {', '.join(COMMANDS)}; each has --help")
         return 0
@@ -51,12 +51,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _leave(ended: Sequence[int]) -> None:
-    """End the process of a command that has returned, after all other exit handlers and before Python is taken down.
+    """End the process of a command that has returned, after all other exit handlers and before Python finalizes.
 
-    A thread of gloo's that still holds a tensor needs Python to let go of it, and in a Python that is half gone this
-    aborts the rank, whose training is complete (https://github.com/pytorch/pytorch/pull/179291, torch 2.13).
+    A thread of gloo that still holds a tensor needs Python to release it. During finalization this aborts the rank,
+    though its training is complete (https://github.com/pytorch/pytorch/pull/179291, torch 2.13).
     """
-    gc.freeze()  # else a process ends with several collections of garbage; each looks at all objects of torch
+    gc.freeze()  # else several collections of garbage visit all objects of torch
     if ended:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # nobody reads it any more

@@ -1,4 +1,4 @@
-"""LitGPT's models by name, read without importing torch, and the two that the product's ancestor added."""
+"""LitGPT's models by name, read without importing torch, and two more of the sample that this program follows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS: dict[str, dict[str, Any]] = {
 
 @cache
 def _litgpt_config() -> ModuleType:
-    """`litgpt/config.py` alone: `import litgpt` takes 9 s on two cores, for torch and lightning; this takes 0.1 s."""
+    """Import `litgpt/config.py` only, in 0.1 s. `import litgpt` takes 9 s on two cores, for torch and lightning."""
     package = importlib.util.find_spec("litgpt")
     if package is None or not package.submodule_search_locations:
         raise ModuleNotFoundError("litgpt is not installed: pip install litgpt==0.5.13", name="litgpt")
@@ -39,7 +39,7 @@ def _litgpt_config() -> ModuleType:
 
 @cache
 def models() -> Mapping[str, dict[str, Any]]:
-    """Name of each known model to the LitGPT Config fields that make it."""
+    """Return the fields of LitGPT's Config of each known model, by its name."""
     known = {str(name): fields for name, fields in _litgpt_config().name_to_config.items()}
     return known | {name: {"name": name, **fields} for name, fields in OURS.items()}
 
@@ -49,11 +49,14 @@ _MAY_BE_ZERO = frozenset({"n_expert", "n_expert_per_token", "n_shared_expert", "
 
 
 def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The LitGPT Config fields of the model called `name` with `changes` applied; `name=None` starts from nothing. A
-    ValueError where there is no such model or field, or LitGPT's Config refuses them together."""
+    """Return the fields of LitGPT's Config of a model with `changes`; without a name, of the changes alone.
+
+    A ValueError if the model or a field does not exist, or LitGPT's Config refuses the combination.
+    """
     config_class = _litgpt_config().Config
     known = list(config_class.__dataclass_fields__)
-    if unknown := sorted(set(changes) - set(known)):
+    unknown = sorted(set(changes) - set(known))
+    if unknown:
         near = difflib.get_close_matches(unknown[0], known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else f"LitGPT's Config has {', '.join(known)}"
         raise ValueError(f"model.config has unknown fields {unknown}; {hint}")
@@ -63,7 +66,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"model.name={name!r} is not a LitGPT model; {hint}")
     if name is None and not {"n_layer", "n_embd", "n_head"} <= set(changes):
         raise ValueError("model.name is empty: name one, or give at least n_layer, n_embd and n_head in model.config")
-    # Refuse what LitGPT's Config takes as it is and a model cannot be made of: text for a number, a size below 1.
+    # LitGPT's Config accepts values that no model can be made of, such as text for a number or a size below 1.
     hints = get_type_hints(config_class)
     for field, value in changes.items():
         try:
@@ -74,7 +77,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         least = 0 if field in _MAY_BE_ZERO else 1
         if int in (hints[field], *get_args(hints[field])) and value is not None and value < least:
             raise ValueError(f"model.config.{field}={value} is no size; give at least {least}")
-    fields = {**(models()[name] if name is not None else {}), **changes}
+    fields = dict(changes) if name is None else {**models()[name], **changes}
     try:
         config_class(**fields)
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -88,14 +91,17 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(name: str, changes: Mapping[str, Any]) -> str:
-    """Which sizes of the model called `name` are others with `changes`: `n_layer 6→4, …`; empty where none is."""
-    own = _litgpt_config().Config(**models()[name])
-    pairs = {field: (getattr(own, field), value) for field, value in changes.items() if field.startswith("n_")}
-    return ", ".join(f"{field} {before}→{now}" for field, (before, now) in pairs.items() if before != now)
+    """Return the sizes of a model that `changes` change, as `n_layer 6→4, …`; empty if there are none."""
+    named = _litgpt_config().Config(**models()[name])
+    sizes = []
+    for field, value in changes.items():
+        if field.startswith("n_") and getattr(named, field) != value:
+            sizes.append(f"{field} {getattr(named, field)}→{value}")
+    return ", ".join(sizes)
 
 
 def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding table, the largest vocabulary that fits; None where the vocabulary is the tokenizer's."""
+    """Return the rows of the embedding table; None if the model has the vocabulary of the tokenizer."""
     fields = settings(name, changes)
     if name is None and not {"vocab_size", "padded_vocab_size"} & set(changes):
         return None
@@ -105,7 +111,7 @@ def padded_vocabulary(name: str | None, changes: Mapping[str, Any]) -> int | Non
 def fields_of(
     name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None
 ) -> dict[str, Any]:
-    """All that LitGPT's Config has to be told of a model, with what comes from the data filled in."""
+    """Return the arguments of LitGPT's Config for a model, including those that come from the data."""
     fields = settings(name, changes)
     if padded_vocabulary(name, changes) is None:
         fields = {"name": "custom", "padding_multiple": 64} | fields | {"vocab_size": vocab_size}
@@ -113,7 +119,7 @@ def fields_of(
 
 
 def config_of(name: str | None, changes: Mapping[str, Any], *, sequence_length: int, vocab_size: int | None) -> Any:
-    """LitGPT's Config of a model, which fills in the rest, without torch behind it."""
+    """Return LitGPT's Config of a model, without importing torch."""
     fields = fields_of(name, changes, sequence_length=sequence_length, vocab_size=vocab_size)
     return _litgpt_config().Config(**fields)
 
@@ -124,8 +130,10 @@ OF_WEIGHTS = "take the tokenizer of the weights that model.init_from names: they
 def vocabulary_problem(
     name: str | None, changes: Mapping[str, Any], *, vocab_size: int | None, has_weights: bool = False
 ) -> tuple[str, str] | None:
-    """What is wrong and what would do, where a tokenizer has more ids than the model embeddings; else None. With
-    `has_weights` the model starts from weights, whose embeddings it has to have."""
+    """Return a problem and its fix if a tokenizer has more ids than the model has embeddings; else None.
+
+    With `has_weights`, the model starts from weights and must have their embeddings.
+    """
     rows = padded_vocabulary(name, changes)
     if rows is None or vocab_size is None or vocab_size <= rows:
         return None

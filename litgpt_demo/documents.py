@@ -1,7 +1,7 @@
-"""JSON that lies on a disk or in a bucket: written with a checksum of its own, and read in one way.
+"""JSON documents on a disk or in a bucket: written with a checksum, and read in one way.
 
-Whatever is read may have been cut short, changed by a failing disk, edited, or written by another version; `parse_json`
-says so in words that name the place.
+A document may have been truncated, changed by a failing disk, edited, or written by another version. The errors of
+`parse_json` name its address.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ MOST_BYTES = 64 << 20
 
 @dataclass
 class Unreadable:
-    """A count of the things that a node wrote and nobody can read, and the first of them: to be said once."""
+    """A count of items that could not be read, and the reason for the first one, for one message."""
 
     what: str
-    """The things, in the plural: `lines of metrics`."""
+    """The items, in the plural: `lines of metrics`."""
     count: int = 0
     first: str = ""
 
@@ -47,13 +47,17 @@ class Unreadable:
         self.first = self.first or why
 
     def __str__(self) -> str:
-        """Return the sentence; empty where there is nothing to say."""
-        return f"{self.count:,} {self.what} could not be read; the first: {self.first}" if self.count else ""
+        """Return the message; empty if all items could be read."""
+        if not self.count:
+            return ""
+        return f"{self.count:,} {self.what} could not be read; the first: {self.first}"
 
 
 def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
-    """The value that stored bytes hold, with their seal taken off if they have one; `kind` is a pydantic model, a
-    dataclass, or a type such as `dict[str, Any]`. Else a DataError with the address `where` and the advice `fix`.
+    """Return the value of a stored document, after a check of its checksum if it has one.
+
+    `kind` is a pydantic model, a dataclass, or a type such as `dict[str, Any]`. A DataError, with the address `where`
+    and the advice `fix`, if the document is damaged or of another kind.
     """
     if len(content) > MOST_BYTES:
         raise DataError(f"{where} has {len(content):,} bytes, and no document of ours has {MOST_BYTES:,}; {fix}")
@@ -72,14 +76,17 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return what is wrong first, and where. The names of unknown fields are theirs who wrote them: they are cut."""
+    """Return the first problem and its place. Names of unknown fields may be of any length, so they are cut."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    message = first["msg"][:500]
     place = ".".join(map(str, first["loc"])).encode(errors="backslashreplace").decode()
-    return f"{first['msg'][:500]}{f' at {place[:100]}' if place else ''}"
+    if place:
+        message += f" at {place[:100]}"
+    return message
 
 
 def _whole(digits: str) -> int:
-    """A number that Python also prints, divides and makes a float, which it refuses to do with one of many digits."""
+    """Return an integer that Python can also print and divide, which it refuses for one of many digits."""
     if len(digits) > 20:
         raise ValueError(f"it holds a number of {len(digits)} digits")
     return int(digits)
@@ -87,9 +94,11 @@ def _whole(digits: str) -> int:
 
 ChecksummedKind: TypeAlias = Literal["manifest", "config", "record"]
 
-# The last line of a document is the checksum of what is before it, because nothing else vouches for it.
+# The last line of a document is the checksum of the text before it, because nothing else lists that checksum.
 _NAMES = "|".join(get_args(ChecksummedKind))
-_SEAL = re.compile(rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f]{{8}})"\n\}}'.encode(), re.DOTALL)
+_CHECKSUM_LINE = re.compile(
+    rf'(?P<text>.*),\n "(?:{_NAMES})_crc32c": "(?P<crc32c>[0-9a-f]{{8}})"\n\}}'.encode(), re.DOTALL
+)
 
 
 def with_checksum(text: bytes, name: ChecksummedKind) -> bytes:
@@ -99,12 +108,14 @@ def with_checksum(text: bytes, name: ChecksummedKind) -> bytes:
 
 
 def _without_checksum(content: bytes) -> bytes:
-    """The document without its last line. One of an older version has none, and one that lost it is no JSON."""
-    if (seal := _SEAL.fullmatch(content)) is None:
+    """Return the document without its checksum, after a check. One that lost its last line is no JSON."""
+    match = _CHECKSUM_LINE.fullmatch(content)
+    if match is None:
         return content
-    if (found := _crc32c(seal["text"])) != seal["crc32c"]:
-        raise ValueError(f"it says that its crc32c is {seal['crc32c'].decode()}, and it is {found.decode()}")
-    return seal["text"] + b"\n}"
+    crc32c = _crc32c(match["text"])
+    if crc32c != match["crc32c"]:
+        raise ValueError(f"its crc32c should be {match['crc32c'].decode()}, but it is {crc32c.decode()}")
+    return match["text"] + b"\n}"
 
 
 def _crc32c(text: bytes) -> bytes:
@@ -112,7 +123,7 @@ def _crc32c(text: bytes) -> bytes:
 
 
 class FileRecord(Settings):
-    """One file of an output: where it lies, relative to the manifest, and what its bytes must be."""
+    """One file of an output: its path relative to the manifest, and its size and checksums."""
 
     path: str
     size: int
@@ -120,7 +131,7 @@ class FileRecord(Settings):
     crc32c: str
     """Eight lower-case hexadecimal digits."""
     sha256: str | None = None
-    """Given where the file is meant to be compared between machines."""
+    """Recorded for files that are compared between machines."""
 
     @classmethod
     def of(cls, stored: ObjectInfo, *, relative_to: str = "", sha256: str | None = None) -> FileRecord:
@@ -129,11 +140,11 @@ class FileRecord(Settings):
 
 
 _FILES_AT_ONCE = 4  # a bucket's large file comes in parallel ranges by itself
-_ANEW = "remove that folder: a dataset is prepared anew, a training goes on from the checkpoint before"
+_REMOVE = "remove that folder: a dataset is prepared again, a training continues from the checkpoint before"
 
 
 def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
-    """The manifest of the folder that `storage` stands on, or None: then whatever lies there is not done."""
+    """Return the manifest of the folder of `storage`; None if the folder is not complete."""
     try:
         content = storage.read(MANIFEST)
     except FileNotFoundError:
@@ -142,7 +153,7 @@ def read_manifest(storage: Storage, kind: type[Manifest]) -> Manifest | None:
 
 
 def write_manifest(storage: Storage, manifest: Settings) -> ObjectInfo:
-    """Commit the folder: every file the manifest names must be there already."""
+    """Commit the folder. Every file that the manifest lists must exist already."""
     return storage.write(MANIFEST, with_checksum(manifest.model_dump_json(indent=1).encode(), "manifest"))
 
 
@@ -156,23 +167,26 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
     path = folder / record.path
     if not path.is_file():
         return f"{path} is missing"
-    if (size := path.stat().st_size) != record.size:
+    size = path.stat().st_size
+    if size != record.size:
         return f"{path} has {size} bytes, its manifest says {record.size}"
-    if (crc32c := crc32c_of(path)) != record.crc32c:
+    crc32c = crc32c_of(path)
+    if crc32c != record.crc32c:
         return f"{path} has crc32c {crc32c}, its manifest says {record.crc32c}"
     return None
 
 
 def fetch_verified(
-    storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path], fix: str = _ANEW
+    storage: Storage, records: Iterable[FileRecord], scratch: Callable[[], Path], fix: str = _REMOVE
 ) -> Path:
-    """A local folder with all `records` of the folder that `storage` stands on, every byte verified.
+    """Return a local folder with all `records` of the folder of `storage`, every byte verified.
 
-    A local folder is verified where it is; of a bucket's files those are fetched into `scratch()` that are not there.
-    A DataError where a second reading, by another way, finds files damaged too; a NodeError where it finds none.
+    A local folder is verified in place. Files of a bucket are fetched into `scratch()`, unless they are there already.
+    Damaged files are read a second time by another way: a DataError if it finds them damaged too, else a NodeError.
     """
     records, failed = list(records), list[str]()
-    if (folder := storage.local_path()) is None:
+    folder = storage.local_path()
+    if folder is None:
         folder = scratch()
 
         def fetch(record: FileRecord) -> None:
@@ -181,23 +195,24 @@ def fetch_verified(
                     storage.download(record.path, folder / record.path)
             except FileNotFoundError as error:
                 raise DataError(f"{storage.address(record.path)} is missing, but its manifest lists it") from error
-            except DataError as error:  # other bytes than the bucket has, again and again
+            except DataError as error:  # repeatedly other bytes than those in the bucket
                 failed.append(str(error))
 
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
             list(pool.map(fetch, records))
-    if wrong := differences(folder, records):
-        doubted = [record for record in records if any(line.startswith(f"{folder / record.path} ") for line in wrong)]
-        if all(at_rest(storage, record.path) == (record.size, record.crc32c) for record in doubted):
-            raise misread(storage.address(), "; ".join(failed or wrong))
-        raise DataError(f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}", fix=fix)
-    return folder
+    wrong = differences(folder, records)
+    if not wrong:
+        return folder
+    suspects = [record for record in records if any(line.startswith(f"{folder / record.path} ") for line in wrong)]
+    if all(at_rest(storage, record.path) == (record.size, record.crc32c) for record in suspects):
+        raise misread(storage.address(), "; ".join(failed or wrong))
+    raise DataError(f"{storage.address()} is not what its manifest says: {'; '.join(wrong)}", fix=fix)
 
 
 def at_rest(storage: Storage, path: str) -> tuple[int, str] | None:
-    """Size and crc32c of a stored file, by another way than to fetch it; None if it is missing.
+    """Return size and crc32c of a stored file, by another way than fetching it; None if it is missing.
 
-    A bucket says them itself. A folder's file is read again, from its disk where this machine can forget its content.
+    A bucket lists them. A file in a folder is read again, from its disk if this machine can drop its cached content.
     """
     local = storage.local_path(path)
     try:
@@ -212,6 +227,6 @@ def at_rest(storage: Storage, path: str) -> tuple[int, str] | None:
 
 def misread(address: str, what: str) -> NodeError:
     """Return the error of a machine that reads other bytes than are stored."""
-    proof = "the bucket itself says that they are as" if is_remote(address) else "read once more, they are as"
+    proof = "the bucket lists them as" if is_remote(address) else "read again, they are as"
     problem = f"this machine reads files of {address} wrongly: {what}; {proof} the manifest has them"
-    return NodeError(problem, fix="run elsewhere, and have this machine's disk, memory and network looked at")
+    return NodeError(problem, fix="run elsewhere, and check this machine's disk, memory and network")

@@ -1,4 +1,4 @@
-"""The process that started this one and waits for it: its lines on standard input, and its end."""
+"""The parent of this process, which waits for it: its lines on standard input, and its end."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from queue import SimpleQueue
 from threading import Thread
 
 PROGRESS = "progress: "
-"""The beginning of a line that names what a process does now."""
+"""The beginning of a line about the current work of a process."""
 
 
 def report_progress(what: str) -> None:
-    """Print for the parent what this process does from now on."""
+    """Print a line for the parent about the current work of this process."""
     print(f"{PROGRESS}{what}", flush=True)
 
 

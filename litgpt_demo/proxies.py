@@ -1,4 +1,4 @@
-"""The proxies that the environment names, put right before the first HTTP client reads them."""
+"""The proxies in the environment, checked before the first HTTP client reads them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from urllib.parse import urlsplit
 
 from litgpt_demo.errors import UserError
 
-# As httpx, requests, urllib, websockets and gRPC all understand them; none of them exempts these hosts by itself.
+# In the form that httpx, requests, urllib, websockets and gRPC all understand. None of them exempts these hosts.
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_SCHEMES = ("http", "https", "socks5", "socks5h")  # httpx knows no others
+_SCHEMES = ("http", "https", "socks5", "socks5h")  # httpx supports no others
 # A SOCKS proxy needs socksio in httpx (Prefect, the Hub) and PySocks, imported as socks, in requests (buckets).
 _SOCKS_MODULES = ("socksio", "socks")
 
 
 def settle_proxies(environ: MutableMapping[str, str]) -> None:
-    """Exempt this machine from the proxies in `environ`, as a Prefect server or an emulator here is behind none.
+    """Exempt this machine from the proxies in `environ`: a Prefect server or an emulator here is behind none.
 
-    Every process of ours calls this first; those that it starts inherit the exemption. A proxy that HTTP clients
-    cannot be made with, not even to reach other hosts, is a UserError.
+    Every process of ours calls this first, and the processes that it starts inherit the exemption. A UserError if a
+    proxy's address is one that HTTP clients refuse, even for requests to other hosts.
     """
     kinds = ("http_proxy", "https_proxy", "all_proxy")
     named = [name for kind in kinds for name in (kind, kind.upper()) if environ.get(name, "").strip()]
@@ -33,7 +33,7 @@ def settle_proxies(environ: MutableMapping[str, str]) -> None:
             usable = proxy.scheme in _SCHEMES and proxy.hostname and proxy.port != 0 and not beyond
         except ValueError:
             usable = False
-        if not usable:  # it may hold a password, and is not shown
+        if not usable:  # it is not shown: it may hold a password
             what = f"{name} is no address of a proxy, as http://user:password@host:port or socks5://host:port"
             fix = f"write /, #, ?, @ and : of a password as %2F, %23, %3F, %40 and %3A, or unset {name}"
             raise UserError(what, fix=fix)
@@ -42,8 +42,8 @@ def settle_proxies(environ: MutableMapping[str, str]) -> None:
             what = f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)})"
             raise UserError(what, fix=f"run `pip install socksio PySocks`, or unset {name}")
     # Lower case wins in all clients, and an empty value is no value.
-    given = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-    hosts = [host.strip() for host in given.split(",") if host.strip()]
-    if "*" not in hosts:  # which means every host, and to urllib only where it stands alone
+    exempt = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+    hosts = [host.strip() for host in exempt.split(",") if host.strip()]
+    if "*" not in hosts:  # it means every host; urllib reads it only if it stands alone
         hosts += [host for host in _LOOPBACK if host not in hosts]
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(hosts)

@@ -65,8 +65,9 @@ class RunDocument(Settings):
 
 
 def write_document(run: Storage, document: RunDocument) -> None:
-    """Leave config.json in the run's folder, with a checksum of its own. A new local folder is its owner's alone."""
-    if (folder := run.local_path()) is not None:
+    """Write config.json in the run's folder, with a checksum. A new local folder is readable by its owner only."""
+    folder = run.local_path()
+    if folder is not None:
         with translate_os_errors(run.root):
             make_private(folder)
     run.write(CONFIG, with_checksum(document.model_dump_json(indent=1).encode(), "config"))

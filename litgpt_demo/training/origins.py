@@ -1,6 +1,6 @@
 """The weights that `model.init_from` names, found and pinned by their checksums, without torch.
 
-A checkpoint of a run is read where it lies. A folder is copied to weights/<key>/ below the root before a job begins.
+A checkpoint of a run is read in place. A folder is copied to weights/<content hash>/ below the root before the job.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 
 CONFIGS = {"litgpt": "model_config.yaml", "huggingface": "config.json"}
-"""The file that says which model the weights of a folder are of."""
+"""The file with the settings of the model whose weights are in a folder."""
 _TOKENIZER = "tokenizer.json"
 _SAFETENSORS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_BESIDE = ("config.json", "tokenizer*.json", _INDEX)
+_SETTINGS_FILES = ("config.json", "tokenizer*.json", _INDEX)
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 
 
@@ -39,19 +39,24 @@ class _Index(TypedDict):
 
 
 def find_initial_weights(name: str | None, optimizer: bool, root: str) -> InitialWeights | None:
-    """Find the weights that a model starts `from`, and read their checksums; None where it starts from random ones.
+    """Find the weights that `model.init_from` names, and read their checksums; None for random ones.
 
-    Of a model of the Hub its settings and tokenizer are fetched, into its client's own cache, and no weights. A
-    UserError where there is nothing to start from.
+    For a model of the Hub, its settings and tokenizer are fetched into the Hub client's own cache, but no weights. A
+    UserError if there are no weights.
     """
     if name is None:
         return None
-    place, is_path = open_storage(name), is_remote(name) or name.startswith(("/", "~", "."))
-    # A run's name goes before that of a folder here, and both go before a name on the Hub.
-    own = [] if is_path else [open_storage(root).within(f"runs/{name}")]
-    found = next(filter(None, (_of_run(one, name) or _of_folder(one) for one in (*own, place))), None)
-    if found is None and not is_path and (hub := _HUB.fullmatch(name)) and not place.list():
-        found = _of_hub(hub[1], hub[2])
+    found, storage = None, open_storage(name)
+    is_path = is_remote(name) or name.startswith(("/", "~", "."))
+    # A run's name comes before that of a folder here, and both come before a name on the Hub.
+    if not is_path:
+        run = open_storage(root).within(f"runs/{name}")
+        found = _in_run(run, name) or _in_folder(run)
+    if found is None:
+        found = _in_run(storage, name) or _in_folder(storage)
+    hub_name = _HUB.fullmatch(name)
+    if found is None and hub_name is not None and not is_path and not storage.list():
+        found = _in_hub(hub_name[1], hub_name[2])
     if found is None:
         fix = "give the whole name of a run (`train-litgpt runs`), a checkpoint of one, a folder with lit_model.pth "
         fix += f"and model_config.yaml, or with config.json and {_SAFETENSORS}, as transformers' save_pretrained "
@@ -65,30 +70,36 @@ def find_initial_weights(name: str | None, optimizer: bool, root: str) -> Initia
     return found.model_copy(update={"optimizer": optimizer})
 
 
-def _of_hub(repository: str, revision: str | None) -> InitialWeights | None:
-    """The model of a repository, its weights by their checksums there: without a network, by those of the cache."""
+def _in_hub(repository: str, revision: str | None) -> InitialWeights | None:
+    """Return the model of a repository with the checksums that the Hub lists; without a network, those of the cache."""
     from huggingface_hub import HfApi, constants
 
     listed, offline = dict[str, tuple[int, str]](), constants.HF_HUB_OFFLINE
-    folder = _from_hub(repository, revision, [*_BESIDE, *(["*.safetensors"] if offline else [])])
+    patterns = list(_SETTINGS_FILES)
+    if offline:
+        patterns.append("*.safetensors")
+    folder = _from_hub(repository, revision, patterns)
     if not offline:
-        with translate_hub_errors(repository, commit := folder.name):
+        with translate_hub_errors(repository, folder.name):
             api = HfApi(endpoint=hub_endpoint())
-            info = api.model_info(repository, revision=commit, files_metadata=True, timeout=60)
+            info = api.model_info(repository, revision=folder.name, files_metadata=True, timeout=60)
         for file in info.siblings or []:
-            if file.size is not None and (version := file.lfs.sha256 if file.lfs else file.blob_id):
-                listed[file.rfilename] = file.size, _listed(version)
-    # In the client's cache a file is a link to content that is called as the Hub lists it.
-    listed |= {path.name: (path.stat().st_size, _listed(path.resolve().name)) for path in folder.glob("*")}
+            version = file.lfs.sha256 if file.lfs else file.blob_id
+            if file.size is not None and version:
+                listed[file.rfilename] = file.size, _with_algorithm(version)
+    # In the client's cache, a file is a link to content whose name is the checksum that the Hub lists.
+    for path in folder.glob("*"):
+        listed[path.name] = path.stat().st_size, _with_algorithm(path.resolve().name)
     names, index = [_SAFETENSORS], folder / _INDEX
     if index.exists():
         names = _names_in(index.read_bytes(), str(index), fix="remove it")
     names.append(CONFIGS["huggingface"])
     if names[0] not in listed:
         return None
-    if missing := [name for name in names if name not in listed]:
-        what = f"model.init_from: {repository} has no {', '.join(missing)}"
-        raise UserError(what, fix="ask its author for the whole model")
+    missing = [name for name in names if name not in listed]
+    if missing:
+        problem = f"model.init_from: {repository} has no {', '.join(missing)}"
+        raise UserError(problem, fix="ask its author for the whole model")
     files = {name: listed[name] for name in names}
     return InitialWeights(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
 
@@ -98,7 +109,7 @@ def _names_in(index: bytes, address: str, *, fix: str) -> list[str]:
     return sorted({*parse_json(index, _Index, where=address, fix=fix)["weight_map"].values()})
 
 
-def _listed(version: str) -> str:
+def _with_algorithm(version: str) -> str:
     return f"{'sha256' if len(version) == 64 else 'git'}:{version}"
 
 
@@ -111,137 +122,161 @@ def _from_hub(repository: str, revision: str | None, patterns: list[str]) -> Pat
 
 
 def _fetched(origin: InitialWeights) -> InitialWeights:
-    """Fetch the weights of a model of the Hub; a DataError where they are not what the Hub lists."""
+    """Fetch the weights of a model of the Hub; a DataError if they are not those that the Hub lists."""
     repository, _, commit = origin.name.rpartition("@")
-    folder = _from_hub(repository, commit, [*_BESIDE, *origin.files])
+    folder = _from_hub(repository, commit, [*_SETTINGS_FILES, *origin.files])
     for name, (_, version) in origin.files.items():
-        algorithm, _, listed = version.partition(":")
-        if CHECKSUMS[algorithm](path := folder / name) != listed:
+        algorithm, _, checksum = version.partition(":")
+        path = folder / name
+        if CHECKSUMS[algorithm](path) != checksum:
             path.resolve().unlink()
             raise DataError(f"{name} of {origin.name} came damaged from the Hub, and was removed", fix="run again")
-    found = _of_folder(open_storage(str(folder)))
+    found = _in_folder(open_storage(str(folder)))
     assert found is not None, origin.name
-    return found.model_copy(
-        update={"name": origin.name, "listed_as": origin.content_hash, "optimizer": origin.optimizer}
-    )
+    changes = {"name": origin.name, "listed_as": origin.content_hash, "optimizer": origin.optimizer}
+    return found.model_copy(update=changes)
 
 
-def _of_run(place: Storage, name: str) -> InitialWeights | None:
-    """The checkpoint at `place`, or the last one of the run there, which has to have come to its end."""
-    if not place.exists(checkpoints.INDEX):
-        if not (there := checkpoints.list_complete(place)):
+def _in_run(storage: Storage, name: str) -> InitialWeights | None:
+    """Return the checkpoint in a folder, or the last one of the run there; a UserError if that run is unfinished."""
+    if not storage.exists(checkpoints.INDEX):
+        complete = checkpoints.list_complete(storage)
+        if not complete:
             return None
-        if not checkpoints.reached_end(there[0], spec := read_spec(place)):
-            steps = ", ".join(f"{name.rstrip('/')}/{checkpoints.folder_of(one.step)}" for one in there)
-            what = f"model.init_from={name} has reached step {there[0].step} of {spec.steps}"
-            raise UserError(what, fix=f"name one of its checkpoints: {steps}")
-        place = place.within(checkpoints.folder_of(there[0].step))
-    manifest = read_manifest(place, CheckpointManifest)
+        spec, last = read_spec(storage), complete[0]
+        if not checkpoints.reached_end(last, spec):
+            steps = ", ".join(f"{name.rstrip('/')}/{checkpoints.folder_of(each.step)}" for each in complete)
+            problem = f"model.init_from={name} has reached step {last.step} of {spec.steps}"
+            raise UserError(problem, fix=f"name one of its checkpoints: {steps}")
+        storage = storage.within(checkpoints.folder_of(last.step))
+    manifest = read_manifest(storage, CheckpointManifest)
     if manifest is None:
         return None
-    return _origin("checkpoint", place, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
+    return _pinned("checkpoint", storage, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
 
 
-def _of_folder(place: Storage) -> InitialWeights | None:
+def _in_folder(storage: Storage) -> InitialWeights | None:
+    """Return the weights of LitGPT or transformers in a folder; a UserError if a file is missing."""
     kind, names = "litgpt", ["lit_model.pth"]
-    if not place.exists(names[0]):
+    if not storage.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]
-        if place.exists(_INDEX):
-            names = _names_in(place.read(_INDEX), place.address(_INDEX), fix="copy the folder anew")
+        if storage.exists(_INDEX):
+            names = _names_in(storage.read(_INDEX), storage.address(_INDEX), fix="copy the folder again")
     try:
-        files = [place.stat(name) for name in (*names, CONFIGS[kind])]
-        for file in (file for file in files if file.size < MOST_POINTER):
-            refuse_lfs_pointer(place.read(file.path), place.address(file.path))
-        return _origin(kind, place, files)
+        files = [storage.stat(name) for name in (*names, CONFIGS[kind])]
+        for file in files:
+            if file.size < MOST_POINTER:
+                refuse_lfs_pointer(storage.read(file.path), storage.address(file.path))
+        return _pinned(kind, storage, files)
     except FileNotFoundError as error:
-        if not place.exists(names[0]):
+        if not storage.exists(names[0]):
             return None
         fix = "copy the whole folder there, as it was written"
         raise UserError(f"model.init_from: {error.filename} is missing", fix=fix) from error
 
 
-def _origin(kind: str, place: Storage, files: list[ObjectInfo] | tuple[FileRecord, ...]) -> InitialWeights:
-    where, known = place.address(), {file.path: (file.size, file.crc32c) for file in files}
-    return InitialWeights.model_validate({"kind": kind, "name": where, "address": where, "files": known})
+def _pinned(kind: str, storage: Storage, files: list[ObjectInfo] | tuple[FileRecord, ...]) -> InitialWeights:
+    address, checksums = storage.address(), {file.path: (file.size, file.crc32c) for file in files}
+    return InitialWeights.model_validate({"kind": kind, "name": address, "address": address, "files": checksums})
 
 
 def records_of(origin: InitialWeights) -> list[FileRecord]:
-    """Return the files that the weights are, as the run was made of them."""
+    """Return the files of the weights, with their checksums when the run was made."""
     return [FileRecord(path=path, size=size, crc32c=crc32c) for path, (size, crc32c) in origin.files.items()]
 
 
 def fetch_initial_weights(
     origin: InitialWeights, root: Storage, check: Callable[[InitialWeights], object] = lambda fetched: None
 ) -> InitialWeights:
-    """Copy weights below the root, where every node finds them, unless they are there; a DataError where they have
-    changed since they were found. `check` gets those that are fetched from the Hub only now, before they are copied."""
+    """Copy weights below the root, where every node finds them, unless they are there already.
+
+    `check` gets weights that are fetched from the Hub now, before they are copied. A DataError if they have changed
+    since they were found.
+    """
     if origin.kind == "checkpoint":
         return origin
-    place = root.within(f"weights/{origin.content_hash}")
-    stored = read_manifest(place, InitialWeights)
+    target = root.within(f"weights/{origin.content_hash}")
+    stored = read_manifest(target, InitialWeights)
     if any(":" in checksum for _, checksum in origin.files.values()):
         if stored is None:
-            check(origin := _fetched(origin))
+            origin = _fetched(origin)
+            check(origin)
         else:
             origin = origin.model_copy(update={"files": stored.files, "listed_as": origin.content_hash})
+    copy = origin.model_copy(update={"address": target.address()})
+    if stored is not None:
+        return copy
     source = open_storage(origin.address)
-    copy = origin.model_copy(update={"address": place.address()})
-    if stored is None:
-        for record in records_of(origin):
-            with tempfile.TemporaryDirectory(prefix="weights-") as folder:
-                if (path := source.local_path(record.path)) is None:
-                    source.download(record.path, path := Path(folder, "file"))
-                if FileRecord.of(place.upload(path, record.path)) != record:
-                    what = f"{source.address(record.path)} has changed while the run was being submitted"
-                    raise DataError(what, fix="submit it again")
-        write_manifest(place, copy)
+    for record in records_of(origin):
+        with tempfile.TemporaryDirectory(prefix="weights-") as folder:
+            path = source.local_path(record.path)
+            if path is None:
+                path = Path(folder, "file")
+                source.download(record.path, path)
+            if FileRecord.of(target.upload(path, record.path)) != record:
+                problem = f"{source.address(record.path)} has changed while the run was being submitted"
+                raise DataError(problem, fix="submit it again")
+    write_manifest(target, copy)
     return copy
 
 
 def replay_problem(origin: InitialWeights | None, keys: set[str], seed: int) -> tuple[str, str] | None:
-    """Return what is wrong, and what would do, where a training that continues with the optimizer's state would take
-    samples in an order that its weights have seen: that of a dataset, by its `sample_keys`, and a seed."""
+    """Return a problem and its fix if a training would repeat samples in the order that its weights have seen.
+
+    Only a training that continues with the optimizer's state does so, with a dataset of the same `sample_keys` and the
+    same seed.
+    """
     if origin is None or not origin.optimizer:
         return None
-    again = sorted(key for key, number in origin.trained_on if key in keys and number == seed)
-    if not again:
+    repeated = sorted(key for key, order_seed in origin.trained_on if key in keys and order_seed == seed)
+    if not repeated:
         return None
-    samples = f"with train.seed={seed} the samples of dataset {', '.join(again)}"
+    samples = f"with train.seed={seed} the samples of dataset {', '.join(repeated)}"
     seen = f"come in the order in which the weights of {origin.name} have seen them, from the first one on"
-    seeds = {number for _, number in origin.trained_on}
-    free = next(number for number in count(1) if number not in seeds)
-    what = f"{samples} {seen}, and model.load_optimizer_state=true continues that training"
-    return what, f"set another train.seed, such as {free}, or train on another dataset"
+    used_seeds = {order_seed for _, order_seed in origin.trained_on}
+    free_seed = next(number for number in count(1) if number not in used_seeds)
+    problem = f"{samples} {seen}, and model.load_optimizer_state=true continues that training"
+    return problem, f"set another train.seed, such as {free_seed}, or train on another dataset"
 
 
 def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:
-    """What is wrong and what would do, where ids of the dataset mean other texts than they do to the weights.
+    """Return a problem and its fix if ids of the dataset mean other texts than they do to the weights.
 
-    `dataset` is the address of the finished one, None where it is yet to be made.
+    `dataset` is the address of the finished one, None if it does not exist yet.
     """
     from tokenizers import Tokenizer
 
-    folder, ours = origin.address, planned.tokenizer and planned.tokenizer.files[_TOKENIZER]
+    folder = origin.address
     try:
         if origin.kind == "checkpoint":
-            if not (own := origin.address.rpartition("/checkpoints/")[0]):
+            run = origin.address.rpartition("/checkpoints/")[0]
+            if not run:
                 fix = "name it within its run, as RUN/checkpoints/step-…"
                 return f"{origin.address} lies outside its run, so that nobody knows its tokenizer", fix
-            source = read_spec(open_storage(own)).dataset
+            source = read_spec(open_storage(run)).dataset
             if open_dataset(source).key == planned.key:
                 return None
             folder = f"{source}/tokenizer"
-        theirs = open_storage(folder).read(_TOKENIZER)
+        weights_tokenizer = open_storage(folder).read(_TOKENIZER)
     except (FileNotFoundError, DataError) as error:
-        what = (
-            f"the tokenizer of model.init_from is not there, so that nobody knows what ids mean to its weights: {error}"
+        problem = (
+            f"the tokenizer of model.init_from is missing, so that nobody knows what ids mean to its weights: {error}"
         )
-        return what, f"put its {_TOKENIZER} there"
-    if dataset is not None:
-        ours = open_storage(dataset).read(f"tokenizer/{_TOKENIZER}")
+        return problem, f"put its {_TOKENIZER} there"
     fix = f"take its own: data.tokenizer={json.dumps({'kind': 'litgpt', 'path': folder})}"
-    if ours is None:
-        return "data.tokenizer is to be trained anew, and the weights of model.init_from know another one's ids", fix
-    one, other = (Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True) for content in (ours, theirs))
-    wrong = len({*one.values()} & {one[text] for text in one if other.get(text) != one[text]})
-    return (f"{wrong:,} ids of data.tokenizer mean other texts to the weights of {origin.name}", fix) if wrong else None
+    if dataset is not None:
+        data_tokenizer = open_storage(dataset).read(f"tokenizer/{_TOKENIZER}")
+    elif planned.tokenizer is not None:
+        data_tokenizer = planned.tokenizer.files[_TOKENIZER]
+    else:
+        return (
+            "data.tokenizer will be trained on the corpus, but the weights of model.init_from know another one's ids",
+            fix,
+        )
+    data_ids = Tokenizer.from_buffer(data_tokenizer).get_vocab(with_added_tokens=True)
+    weights_ids = Tokenizer.from_buffer(weights_tokenizer).get_vocab(with_added_tokens=True)
+    differing = {number for text, number in data_ids.items() if weights_ids.get(text) != number}
+    wrong = len(differing)
+    if not wrong:
+        return None
+    return f"{wrong:,} ids of data.tokenizer mean other texts to the weights of {origin.name}", fix

@@ -164,7 +164,7 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     assert run.key != plan_run(trained.config).key
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}
     findings = " ".join(one.what for one in plan_of(continued(**wrong)).findings)
-    assert "data.tokenizer is to be trained anew, and the weights of model.init_from know" in findings
+    assert "data.tokenizer will be trained on the corpus, but the weights of model.init_from know" in findings
     assert "n_head 4, and the weights of" in findings
 
 

@@ -323,7 +323,7 @@ def test_a_sound_checkpoint_stays_when_a_collection_misreads(
     read = documents.crc32c_of
     with monkeypatch.context() as patch:
         patch.setattr(documents, "crc32c_of", lambda path: next(crcs) or read(path))
-        with pytest.raises(NodeError, match="read once more, they are as the manifest has them"):
+        with pytest.raises(NodeError, match="read again, they are as the manifest has them"):
             export(open_storage(str(finished_copy)))
     assert not (finished_copy / "set-aside").exists()
     assert export(open_storage(str(finished_copy))).step == 12

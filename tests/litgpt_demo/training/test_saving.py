@@ -267,7 +267,7 @@ def test_a_damaged_checkpoint_is_quarantined_and_not_read_again(new_training: Ne
     told: list[str] = []
     assert resume(new(), on_warning=told.append) == 1
     assert [line.partition(" ")[0] for line in told] == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
-    assert f"{run.address(manifest)} is not as it was written: it says that its crc32c is " in told[0]
+    assert f"{run.address(manifest)} is not as it was written: its crc32c should be " in told[0]
     assert "__0_0.distcp has " in told[1]
     assert [found.step for found in list_complete(run)] == [1]
     assert run.exists("set-aside/step-00000002.1/__0_0.distcp")
