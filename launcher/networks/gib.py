@@ -1,4 +1,4 @@
-"""GPUDirect-RDMA with Google's gIB plug-in, of A3 Ultra, A4 and A4X: ConnectX cards, RoCE, no daemon."""
+"""GPUDirect-RDMA with Google's gIB plugin, of A3 Ultra, A4 and A4X: ConnectX cards, RoCE, no daemon."""
 
 from __future__ import annotations
 
@@ -78,20 +78,27 @@ class Options(net.PluginOptions):
 def network(context: net.NetworkContext, options: Options) -> net.Network:
     assert context.machine is not None  # it belongs to particular machines
     machine, cards, arm = context.machine.name, context.machine.nics, context.machine.arch == "arm64"
-    image, pairs = (f"{PLUGIN_IMAGE}-arm64", ARM_PAIRS) if arm else (PLUGIN_IMAGE, PAIRS)
+    image = PLUGIN_IMAGE
+    pairs: tuple[net.ReleasePair, ...] = PAIRS
+    claims = []
+    if arm:
+        image, pairs = f"{PLUGIN_IMAGE}-arm64", ARM_PAIRS
+        claims.append("compute-domain")
+    if options.network_attach == "dra":
+        claims.append("rdma")
     release = net.released(options, pairs, name="gib", plugin=image, manifest=_INSTALLERS[context.machine.arch])
-    in_pod, by_claim = options.network_install == "pod", options.network_attach == "dra"
+    in_pod = options.network_install == "pod"
     # eth1 is kept free for the second gVNIC, whether there is one or not.
-    rdma = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
-    attached = {**({"eth1": "gvnic-1"} if options.extra_nic else {}), **rdma}
-    named = () if by_claim or context.host_network else ("eth0", *attached)
+    attached = {"eth1": "gvnic-1"} if options.extra_nic else {}
+    attached |= {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
+    named = () if "rdma" in claims or context.host_network else ("eth0", *attached)
     recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
     tuned = {}
     if machine in TUNERS:
         tuned["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
         # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
         tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
-    # Brings the plug-in and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image.
+    # Brings the plugin and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image.
     copies = [f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64", f"cp -R /var/lib/gib/. /target{ROOT}"]
     target = net.mount("gib", f"/target{ROOT}")
     install = net.installer("nccl-plugin-installer", release.plugin, ["set -ex", net.INSTALL, *copies], target)
@@ -116,7 +123,7 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=context.host_network,
-        claims=(*(("compute-domain",) if arm else ()), *(("rdma",) if by_claim else ())),
+        claims=tuple(claims),
         # CEA asks for the exact number, CTK's A4X node pools for all of them.
         rdma_cards=None if arm else cards,
         environment=(

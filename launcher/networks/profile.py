@@ -1,4 +1,4 @@
-"""The vocabulary of networks: what pods and nodes need for one fabric, with the source of each value.
+"""The vocabulary of networks: the values that pods and nodes need for a fabric, each with its source.
 
 A network is made for its context and its options, because a fabric looks different on the host's network, with the
 plugin from the node or from the pod, and from one release of the plugin to the next.
@@ -25,41 +25,41 @@ from litgpt_demo.node.network import NodeNetwork
 GR = "https://github.com/AI-Hypercomputer/gpu-recipes/blob/2e1fd5e"
 GIB = 2**30
 OTHERS_FILES = "DAC_OVERRIDE"
-"""The capability by which root reads and writes what user 1000 owns: the image's home, and what earlier attempts left
-in a claim. No publisher's manifest names another of those that a container runtime gives root by default, so that the
-others are dropped; that no fabric needs one is INFERRED."""
+"""The capability by which root reads and writes files of user 1000: the image's home, and files of earlier attempts.
+No publisher's manifest names another one of a container runtime's default capabilities, so that the others are dropped.
+That no fabric needs one of them is INFERRED."""
 TAG = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}"
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 HOST = rf"({LABEL}(\.{LABEL})+(:[0-9]+)?|{LABEL}:[0-9]+|localhost)"
-"""A registry. A word without dot or port is a folder of Docker Hub's, which is somebody else's:
+"""A registry. A name without dot and port is a folder of Docker Hub:
 https://github.com/distribution/reference (splitDockerDomain)."""
 COMPONENT = r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
 RELEASE = rf"^({TAG}|{HOST}({COMPONENT})+:{TAG}(@sha256:[0-9a-f]{{64}})?)$"
-"""A release: the tag of a publisher's image, or an image of one's own, whose tag says which release it is."""
+"""A release: the tag of a publisher's image, or a user's own image with the tag of a release."""
 ENTRY = "/scripts/container_entry.sh"
 INSTALL = f"{ENTRY} install --install-nccl"
-"""The command of the images that installs both plug-in and NCCL."""
-STOPS = "without the plug-in NCCL stops, instead of using sockets"
+"""The command of the images that installs both plugin and NCCL."""
+STOPS = "without the plugin NCCL stops, instead of using sockets"
 REGISTRY = "us-docker.pkg.dev"
-"""The registry of Google's plug-ins and daemons, which a mirror stands in for."""
+"""The registry of Google's plugins and daemons, which a mirror can replace."""
 
 
 class PluginOptions(Settings):
     network_plugin: str | None = Field(None, pattern=RELEASE)
-    """Release of the network's NCCL plug-in, a tag or a whole registry/path:tag; empty is the one that the publisher's
-    installer puts on nodes. Must be what the nodes have."""
+    """Release of the network's NCCL plugin, a tag or a registry/path:tag, which the nodes must have. The default is the
+    one of the publisher's installer."""
     network_registry: str | None = Field(None, pattern=rf"^{HOST}({COMPONENT})*$")
-    """A mirror for the images of plug-in and daemon, in place of us-docker.pkg.dev: registry.example.com/google."""
+    """A mirror for the images of plugin and daemon, in place of us-docker.pkg.dev: registry.example.com/google."""
     network_install: Literal["node", "pod"] = "node"
-    """The place of the plug-in: a DaemonSet has put it on the `node`, or each `pod` brings its own."""
+    """The place of the plugin: a DaemonSet has installed it on the `node`, or each `pod` installs its own."""
     allow_unqualified_nccl: bool = False
-    """Go on, with a warning, where the image's NCCL is one that the plug-in is not qualified for."""
+    """Continue with a warning if the plugin is not qualified for the image's NCCL."""
 
 
 class DaemonOptions(PluginOptions):
     network_daemon: str | None = Field(None, pattern=RELEASE)
-    """Release of the network's receive daemon, a tag or a whole registry/path:tag; empty is the one released with the
-    plug-in."""
+    """Release of the network's receive daemon, a tag or a registry/path:tag. The default is the one released with the
+    plugin."""
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,20 @@ def variables(values: Mapping[str, str], *, source: str, why: str = "", after: b
 
 
 def reported(*, source: str) -> tuple[Variable, ...]:
-    """Variables that make NCCL log its network, once per communicator: the launcher reads the name off the log."""
+    """Return variables that make NCCL log its network once per communicator. The node reads the name in the log."""
     values = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
-    return variables(values, source=source, why="NCCL has to say which network it uses", after=True)
+    return variables(values, source=source, why="NCCL must report the network that it uses", after=True)
 
 
 def library_path(*folders: str, source: str) -> Variable:
-    """The placeholder of an explanation for the folders that the node puts first."""
+    """Return a placeholder for the explanation: the node puts these folders first."""
     value = ":".join((*folders, "$LD_LIBRARY_PATH"))
     return Variable("LD_LIBRARY_PATH", value, source, "put before the image's own, on the node")
 
 
 @dataclass(frozen=True)
 class ReleasePair:
-    """A plug-in and the daemon it was released with."""
+    """A plugin and the daemon it was released with."""
 
     plugin: str
     daemon: str | None
@@ -103,7 +103,7 @@ class ReleasePair:
     nccl: tuple[str, ...] = ()
     """Qualified NCCL versions as ranges; a release names one patch level, and its minor version is taken for it."""
     nccl_loads: tuple[str, ...] = ()
-    """NCCL versions that are known to load the plug-in, as ranges; that is no proof that they work with it."""
+    """NCCL versions that are known to load the plugin, as ranges; that is no proof that they work with it."""
     nccl_fails: tuple[str, ...] = ()
     """NCCL versions that are known to fail with it, as ranges."""
     driver: str | None = None
@@ -113,7 +113,7 @@ class ReleasePair:
 
 
 class Installer(NamedTuple):
-    """The DaemonSet that puts a network's plug-in on the nodes, and the address of the manifest that makes it."""
+    """The DaemonSet that puts a network's plugin on the nodes, and the address of the manifest that makes it."""
 
     images: tuple[str, ...]
     """Images by which it is known, without their tag, which is the release."""
@@ -172,7 +172,7 @@ class Network:
     problems: tuple[Finding, ...] = ()
     """Errors of a context and options that are each right by themselves."""
     without_stack: str = ""
-    """The advice to users where the plug-in is qualified for no software stack of ours."""
+    """The advice to users where the plugin is qualified for no software stack of ours."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
 
@@ -232,7 +232,7 @@ def mount(name: str, path: str, *, read_only: bool = False) -> Object:
 
 
 def installer(name: str, image: str, commands: Iterable[str], target: Object, *, cpu: str | None = None) -> Object:
-    """The init container that brings plug-in and NCCL into the pod, onto the volume that `target` mounts."""
+    """The init container that brings plugin and NCCL into the pod, onto the volume that `target` mounts."""
     resources = {"resources": {"requests": {"cpu": cpu}}} if cpu else {}
     command = ["/bin/sh", "-c", "; ".join(commands)]
     return {"name": name, "image": image, "command": command, **resources, "volumeMounts": [target]}
@@ -262,7 +262,7 @@ def daemon(
 
 
 class Released(NamedTuple):
-    """A plug-in and its daemon, as the options of a network want them."""
+    """A plugin and its daemon, as the options of a network want them."""
 
     pair: ReleasePair
     plugin: str
@@ -289,7 +289,7 @@ def find_pair(pairs: tuple[ReleasePair, ...], tag: str, daemon_tag: str, *, name
     releases = ", ".join(pair.plugin for pair in pairs)
     for option, text in (("plugin", tag), ("daemon", daemon_tag)):
         if text == "latest":
-            what = f"platform.network_{option}=latest is another build each time, and plug-in and daemon have to match"
+            what = f"platform.network_{option}=latest is another build each time, and plugin and daemon have to match"
             raise ConfigProblem(what, fix=f"name a release: {releases}")
     for pair in pairs:
         if tag in {"", pair.plugin}:

@@ -53,7 +53,7 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
     (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100).
 
-    On the host's network without attachments, as Oracle's clusters have it; a device plug-in makes /dev/infiniband
+    On the host's network without attachments, as Oracle's clusters have it; a device plugin makes /dev/infiniband
     readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
     """

@@ -30,7 +30,7 @@ _DEMO = f"{_AIP}/tree/v1.4.1/sample_workloads/lit-gpt-demo"
 # That older releases do not work there is INFERRED. But Google's installer has put it on every A3 High node since June
 # 2026: what counts is what the nodes have.
 _TRIED: dict[str, Any] = {
-    # NCCL_NET=GPUDirectTCPX_v7: the plug-in speaks version 7 of NCCL's API (INFERRED from that name), which 2.19.3 (v5
+    # NCCL_NET=GPUDirectTCPX_v7: the plugin speaks version 7 of NCCL's API (INFERRED from that name), which 2.19.3 (v5
     # to v7), 2.28.7 and 2.29.7 (v6 to v11) hold; that those between them do is INFERRED.
     "nccl_loads": (">=2.19.3,<=2.29.7",),
     # With 2.21.5 one node worked and several did not, with 2.18.1 they did:
@@ -132,7 +132,7 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
     daemon = net.daemon(DAEMON, release.daemon, command, sockets, rights=["NET_ADMIN"], privileged=on_host)
     folders, containers, volumes, mounts = [net.LIBRARIES], [daemon], [], []
     if options.network_install == "pod":
-        # Brings plug-in and NCCL into the pod, for nodes without Google's installer (AIP's helm).
+        # Brings plugin and NCCL into the pod, for nodes without Google's installer (AIP's helm).
         target, name = net.mount("tcpx-plugin", "/var/lib/tcpx"), "tcpx-nccl-plugin-installer"
         containers.insert(0, net.installer(name, release.plugin, [net.INSTALL], target, cpu="150m"))
         folders.insert(0, "/usr/local/tcpx/lib64")

@@ -24,7 +24,7 @@ _NPX = "https://github.com/google/nccl-plugin-gpudirect-tcpxo/blob/04815d1"
 _PROFILE = f"{_NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
-# The open plug-in exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in _NPX), which 2.19.3 (v5 to v7), 2.28.7 and
+# The open plugin exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in _NPX), which 2.19.3 (v5 to v7), 2.28.7 and
 # 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
 _LOADS = (">=2.19.3,<=2.29.7",)
 PAIRS = (
@@ -108,13 +108,13 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
         folders.insert(0, f"{OWN}/lib64")
         volumes.append(net.volume("nccl-plugin"))
         mounts.append(own := net.mount("nccl-plugin", OWN))
-        # Brings plug-in and NCCL into the pod (_CHART). --nccl-buildtype is no flag of the released installers.
+        # Brings plugin and NCCL into the pod (_CHART). --nccl-buildtype is no flag of the released installers.
         commands = ["set -ex", f"chmod 755 {net.ENTRY}", net.INSTALL, f"cp -r /var/lib/tcpxo/* {OWN}/"]
         containers.insert(0, net.installer("nccl-plugin-installer", release.plugin, commands, own))
     return net.Network(
         node=NodeNetwork(
             name="tcpxo",
-            # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plug-in's source.
+            # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plugin's source.
             nccl_net="FasTrak",
             # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
             scripts=(f"{folders[0]}/nccl-env-profile.sh",),

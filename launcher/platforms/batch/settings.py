@@ -85,8 +85,8 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to a secret of Secret Manager: projects/…/secrets/…/versions/latest."""
     registry_username: str | None = None
-    """Secret of Secret Manager with the user name for a private registry, beside `registry_password`. Artifact Registry
-    needs neither: the job's service account pulls from it."""
+    """Secret of Secret Manager with the user name for a private registry, together with `registry_password`. Artifact
+    Registry needs neither: the job's service account pulls from it."""
     registry_password: str | None = None
     """Secret of Secret Manager with its password: projects/…/secrets/…/versions/latest."""
     startup_timeout: WholeSeconds = Field(1800, ge=60, le=LONGEST)

@@ -141,7 +141,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        # Plan and render run this program, and a config may be somebody else's.
+        # `plan` and `render` run this program, and a config may come from another user.
         if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", self.cli):
             fix = "add its folder to PATH, and give its name, which has `runai` in it"
             raise ValueError(f"platform.cli={self.cli!r} is not the name of a runai program on PATH; {fix}")

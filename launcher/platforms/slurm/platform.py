@@ -1,4 +1,4 @@
-"""Slurm as a platform, by its commands: here, or on a login node through `ssh`."""
+"""Slurm as a platform, by its commands on this machine or on a login node through `ssh`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _LASTING = re.compile(
 # Limits on all jobs of one user: while none of them runs, this job exceeds the limit alone.
 _OF_ONE_USER = re.compile(r"AssocMax\w+|QOSMax\w+PerUser(?:Limit)?")
 
-# What slurmctld, munge or the way to them say when they are away for a while (src/common/slurm_errno.c), and ssh.
+# Messages of slurmctld, munge and ssh during an outage (src/common/slurm_errno.c).
 _TRANSIENT = re.compile(
     r"Unable to contact slurm controller|Connection (?:refused|reset)|Zero Bytes|Message (?:receive|send) failure"
     r"|temporarily unable|Resource temporarily unavailable|communication connection failure|Munge|authentication"
@@ -147,7 +147,7 @@ class _Row(NamedTuple):
 
 
 class SlurmSubmission(Settings):
-    """The submitter of a job, written before it is submitted, and the number that Slurm gave it."""
+    """The submitter of a job, recorded before the submission, and the job's number."""
 
     name: str
     """The job's."""
@@ -197,7 +197,7 @@ class SlurmPlatform:
                 chosen = name.rstrip("*") == settings.partition if settings.partition else name.endswith("*")
                 if chosen and most and wanted and wanted > most:  # Slurm takes such a job, and never starts it
                     what = f"platform.time={settings.time}, and the partition {name.rstrip('*')} allows {limit}"
-                    yield Finding("error", "slurm.time", what, "shorten it: the next attempt goes on where one ends")
+                    yield Finding("error", "slurm.time", what, "shorten it: the next attempt continues where one ends")
             # The controller itself says whether the partition, account, qos and nodes are to be had; nothing is made.
             self._run("sbatch", "--test-only", stdin=submission.body["script"])
         except PlatformRefused as error:
@@ -517,14 +517,15 @@ def _write(attempt: Storage, record: SlurmSubmission) -> None:
 
 
 def _answer(pattern: str, text: str, command: str) -> str:
-    """Return the last line of a command's that has the form of its answer; a login shell may print other lines."""
-    if not (found := re.findall(pattern, text, re.MULTILINE)):
+    """Return a command's last line that matches the pattern. A login shell may print other lines."""
+    found = re.findall(pattern, text, re.MULTILINE)
+    if not found:
         raise PlatformUnreachable(f"`{command}` gave no answer, but printed {text[:200]!r}")
     return str(found[-1])
 
 
 def _fields(text: str, count: int) -> Iterator[list[str]]:
-    """Yield the fields of each line that is a job's; a login shell may print other lines, and arrays have other ids."""
+    """Yield the fields of each line with a job. A login shell may print other lines, and arrays have other ids."""
     for line in text.splitlines():
         fields = line.split("|", count - 1)
         if len(fields) == count and fields[0].isdecimal():
@@ -532,9 +533,10 @@ def _fields(text: str, count: int) -> Iterator[list[str]]:
 
 
 def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
-    """Return why a job waits: an error where that does not pass by itself, else a warning."""
+    """Return why a job waits: an error if the reason lasts, else a warning."""
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
-    if limit := _LIMIT.fullmatch(reason):
+    limit = _LIMIT.fullmatch(reason)
+    if limit:
         whose = "the account's or user's" if reason.startswith("Assoc") else "the quality of service's"
         kind = "limit on all of its jobs together" if limit["who"] == "Grp" else "limit"
         what = f"{whose} {kind} is reached ({reason})"
@@ -544,5 +546,5 @@ def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
 
 
 def _moment(text: str) -> float | None:
-    """Return the seconds since 1970 that Slurm printed; None for its words for a time that is not known."""
+    """Return the seconds since 1970 that Slurm printed, None for an unknown time."""
     return float(text) if text.isdecimal() else None

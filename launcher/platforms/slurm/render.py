@@ -20,7 +20,7 @@ _WAIT = 120
 
 
 class SlurmJob(JobRef):
-    """Its scope is the login node, empty for this machine. Slurm numbers jobs anew; their names are ours."""
+    """Its scope is the login node, empty for this machine. Its name is the job's, because Slurm reuses numbers."""
 
     platform = "Slurm"
     scheme = "slurm"

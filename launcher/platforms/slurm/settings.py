@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from launcher.platforms.base import Platform
 
 HOST = "TRAIN_LITGPT_SLURM_HOST"
-"""The variable that names a login node which a job's record may name too."""
+"""The variable with a login node that a job's record may name."""
 
-# What Slurm's own names are made of; a comma or a blank would end a value, and `%` is replaced in some.
+# The characters of Slurm's names. A comma or a blank would end a value, and Slurm replaces `%` in some values.
 _WORD = r"^[A-Za-z0-9_@+=:./&|*()\[\]-]+$"
 _PATH = r"^/[A-Za-z0-9_@+=.,/-]*$"
 _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_@+=:.,/\[\]-]+$")]
@@ -44,7 +44,7 @@ _TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+))?|(\d+
 
 
 def seconds_of(time: str) -> int | None:
-    """Return the seconds of a time limit as Slurm writes it; None for `UNLIMITED`, `infinite` and what is no time.
+    """Return the seconds of one of Slurm's time limits; None for `UNLIMITED`, `infinite` and any other text.
 
     Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
     (https://slurm.schedmd.com/sbatch.html#OPT_time).
@@ -79,7 +79,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     constraint: str | None = Field(None, pattern=_WORD)
     """Features that the nodes must have (`h100&ib`)."""
     exclude: tuple[_Word, ...] = ()
-    """Nodes not to use, besides those that earlier attempts blame."""
+    """Nodes not to use, in addition to those that earlier attempts excluded."""
     nodes: Count = Field(1, gt=0, le=10_000)
     """The number of nodes; each starts one torchrun."""
     gpus: Count = Field(0, ge=0, le=16)
@@ -95,7 +95,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     exclusive: bool = False
     """Share the nodes with no other job."""
     time: str | None = Field(None, json_schema_extra={"examples": ["24:00:00", "2-00:00:00"]})
-    """Time limit in Slurm's own form. Before it ends the training saves, and the next attempt goes on from there."""
+    """Time limit in Slurm's own form. The training saves before it, and the next attempt continues from there."""
     network: OnMachines = DEFAULT
     allow_sockets: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
@@ -108,7 +108,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     container_image: str | None = Field(None, pattern=_PATH)
     """An image file on the cluster (.sqsh, .sif); empty is the image of the config's `image` section."""
     mounts: tuple[_Mount, ...] = ()
-    """Folders that the container sees besides the root (`/scratch` or `/scratch:/data`)."""
+    """Folders in the container in addition to the root (`/scratch` or `/scratch:/data`)."""
     options: tuple[str, ...] = ()
     """Further options of sbatch, as they are written (`--licenses=lustre`); none that a job is found by or that another
     setting stands for."""
