@@ -334,7 +334,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
         selector["cloud.google.com/gke-spot"] = taints["cloud.google.com/gke-spot"] = "true"
     if settings.reservation is not None:
         selector["cloud.google.com/reservation-name"] = settings.reservation
-    if settings.flex_start is not None:
+    if settings.flex_start:
         # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml
         taints["cloud.google.com/gke-queued"] = "true"
         if settings.queue is None:
