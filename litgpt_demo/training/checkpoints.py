@@ -127,9 +127,9 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
         what = f"{address} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}"
         raise DataError(what, fix=fix)
     # The address of the weights that it starts from does not matter: the run's id has their checksums.
-    stored, expected = manifest.config.get("model"), spec.model.model_dump(mode="json", exclude={"origin"})
+    stored, expected = manifest.config.get("model"), spec.model.model_dump(mode="json", exclude={"init_from"})
     if isinstance(stored, dict):
-        stored = {name: value for name, value in stored.items() if name != "from"}
+        stored = {name: value for name, value in stored.items() if name != "init_from"}
     if stored not in (None, expected):
         raise DataError(f"{address} is of the model {stored}, this run trains {expected}", fix=fix)
 
