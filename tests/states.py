@@ -70,9 +70,11 @@ def tensors(model: Any, optimizer: Any) -> list[torch.Tensor]:
     return [*model.state_dict().values(), *states]
 
 
-def same(one: Pair, other: Pair) -> bool:
+def same(first_pair: Pair, second_pair: Pair) -> bool:
     """Bit for bit, weights and optimizer."""
-    return all(torch.equal(first, second) for first, second in zip(tensors(*one), tensors(*other), strict=True))
+    return all(
+        torch.equal(first, second) for first, second in zip(tensors(*first_pair), tensors(*second_pair), strict=True)
+    )
 
 
 def settings_of(optimizer: Any) -> list[dict[str, Any]]:

@@ -83,11 +83,11 @@ def write_run(
     origin: InitialWeights | None = None, **train: Any,
 ) -> Path:  # fmt: skip
     """A run's folder as the launcher leaves it before training."""
-    asked = TrainConfig.model_validate(TRAIN | train)
+    settings = TrainConfig.model_validate(TRAIN | train)
     manifest: DatasetManifest = open_dataset(str(dataset))
-    steps = asked.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length)
+    steps = settings.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length)
     spec = TrainingSpec(
-        run=folder.name, dataset=str(dataset), dataset_key=manifest.key, model=model, train=asked, steps=steps,
+        run=folder.name, dataset=str(dataset), dataset_key=manifest.key, model=model, train=settings, steps=steps,
         world_size=world_size, origin=origin,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +113,10 @@ def ends(run: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(run.parent.glob(f"{run.name}.rank-*.json"))]
 
 
-def alike(one: Path, other: Path) -> None:
+def alike(first_run: Path, second_run: Path) -> None:
     """Two runs of the same 12 steps differ by rounding at most."""
     for kind, name, count in [("step", "loss", 12), ("step", "grad_norm", 12), ("evaluation", "validation_loss", 3)]:
-        first, second = (curve(rows(run), kind, name) for run in (one, other))
+        first, second = (curve(rows(run), kind, name) for run in (first_run, second_run))
         assert len(first) == count
         assert first == pytest.approx(second, rel=1e-4)
 
@@ -180,13 +180,13 @@ def train_elsewhere() -> Iterator[TrainElsewhere]:
     from launcher.platforms.local.supervisor import reserved_ports
 
     def train(*runs: tuple[Path | str, int, int], nodes: int = 1) -> list[list[int]]:
-        asked = [(str(run), world, dies_saving) for run, world, dies_saving in runs]
+        requests = [(str(run), world, dies_saving) for run, world, dies_saving in runs]
         with reserved_ports() as port:
             environment = os.environ | {
                 "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "r",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(nodes),
             }  # fmt: skip
-            print(json.dumps([environment, asked]), file=to_them, flush=True)
+            print(json.dumps([environment, requests]), file=to_them, flush=True)
             return json.loads(from_them.readline())  # type: ignore[no-any-return]
 
     command, pipe = [sys.executable, "-c", _RANKS], subprocess.PIPE

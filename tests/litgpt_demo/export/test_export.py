@@ -107,8 +107,8 @@ def test_the_collected_model_is_equal_in_both_libraries(
     assert manifest.huggingface.logits_difference < manifest.logits_tolerance < 0.01
     assert manifest.validation_loss == pytest.approx(manifest.trainer_validation_loss, rel=1e-5)
     assert differences(final, manifest.files) == []
-    there = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
-    assert {record.path for record in manifest.files} == there - {"manifest.json"}
+    paths = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
+    assert {record.path for record in manifest.files} == paths - {"manifest.json"}
 
 
 def test_the_collected_model_is_the_one_trained_in_bfloat16(new_run: NewRun) -> None:
@@ -145,12 +145,12 @@ def test_exported_tokenizer_adds_the_prefix_of_its_dataset(
     bos, ids = 300, np.random.default_rng(1).integers(0, 256, 3000)
     ids[::100], ids[99::100] = bos, 298
     halves = [(tmp_path / str(number), ids[500 * number :].astype("<u2").tobytes()) for number in range(2)]
-    own, other = (
+    own, second = (
         {"kind": "tokens", "path": str(write(place, {"train.bin": half, "val.bin": half[:1800]}))}
         for place, half in halves
     )
     texts = {"kind": "files", "paths": [str(corpus_in(tmp_path / "texts", TEXTS * 4))], "separator": SEPARATOR}
-    mixed = {"mixture": [{"corpus": own, "weight": 1}, {"corpus": other, "weight": 1}]}
+    mixed = {"mixture": [{"corpus": own, "weight": 1}, {"corpus": second, "weight": 1}]}
     data = {"texts": {"corpus": texts}, "ids": {"corpus": own}, "mixture": mixed}[kind]
     planned = plan_dataset(DataConfig.model_validate({**data, "tokenizer": {"kind": "file", "path": str(path)}}))
     prepare(planned, open_storage(str(tmp_path / "root")))
@@ -214,20 +214,24 @@ def test_a_run_generates_the_same_text_everywhere(
     where = {"collected": str(collected_run[0]), "checkpoint": str(finished), "bucket": bucket.root}
     short = ("--max-tokens", "12", "--temperature", "0.9", "--top-k", "40")
     for run in where.values():
-        said = cli("generate", run, text, *short, "--seed", "1")
-        assert (said.code, said.out) == (0, f"{litgpts}\n")
-        assert said.err.splitlines()[-1] == "by the model of step 12"
+        result = cli("generate", run, text, *short, "--seed", "1")
+        assert (result.code, result.out) == (0, f"{litgpts}\n")
+        assert result.err.splitlines()[-1] == "by the model of step 12"
     drawn = [cli("generate", run, *short, "--seed", seed).out for seed in "112" for run in where.values()]
     assert len(set(drawn[:6])) == 1 != len(set(drawn[3:]))  # of no text it begins a document
-    said = cli("generate", str(finished), corpus.read_text()[:9000])
-    assert (said.code, said.out, "tokens, but the model sees 32; give it a shorter one" in said.err) == (40, "", True)
-    said = cli("generate", str(new_run("new")), text)
-    assert (said.code, said.out, "has no checkpoint yet; wait" in said.err) == (40, "", True)
-    other, config = Path(shutil.copytree(tiny_dataset, tmp_path / "d")), finished_copy / "config.json"
-    config.write_text(config.read_text().replace(str(tiny_dataset), str(other)))
-    (other / "tokenizer/tokenizer.json").unlink()
-    said = cli("generate", str(finished_copy), text)
-    assert (said.code, said.out, "tokenizer.json is missing" in said.err) == (41, "", True)
+    result = cli("generate", str(finished), corpus.read_text()[:9000])
+    assert (result.code, result.out, "tokens, but the model sees 32; give it a shorter one" in result.err) == (
+        40,
+        "",
+        True,
+    )
+    result = cli("generate", str(new_run("new")), text)
+    assert (result.code, result.out, "has no checkpoint yet; wait" in result.err) == (40, "", True)
+    dataset_copy, config = Path(shutil.copytree(tiny_dataset, tmp_path / "d")), finished_copy / "config.json"
+    config.write_text(config.read_text().replace(str(tiny_dataset), str(dataset_copy)))
+    (dataset_copy / "tokenizer/tokenizer.json").unlink()
+    result = cli("generate", str(finished_copy), text)
+    assert (result.code, result.out, "tokenizer.json is missing" in result.err) == (41, "", True)
 
 
 def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Collected, tiny_dataset: Path) -> None:
@@ -241,8 +245,8 @@ def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Colle
     assert (lineage["config"]["name"], lineage["software"]) == ("poems", SOFTWARE)
     assert lineage["left_out"] == [{"step": 5, "why": "the loss of step 5 is nan", "windows": [7]}]
     card = (run / "final/MODEL_CARD.md").read_text()
-    for told in ("| Steps left out | 5 |", f"{manifest.validation_loss:.4f} nats", str(SOFTWARE["image"])):
-        assert told in card
+    for fact in ("| Steps left out | 5 |", f"{manifest.validation_loss:.4f} nats", str(SOFTWARE["image"])):
+        assert fact in card
     assert "Cost |" not in card, "nobody sells this machine's hours"
     assert str(run) not in card, "it is made to be published"
     assert f"LLM.load('litgpt').generate({manifest.prompt!r})" in card
@@ -269,7 +273,7 @@ def test_half_a_collection_is_made_anew(collected_copy: Path, collected_run: Col
     assert exported(run) is None
     again = export(run)
     assert again.model_copy(update={"files": ()}) == collected_run[1].model_copy(update={"files": ()})
-    models = [{file for file in one.files if "/" in file.path} for one in (again, collected_run[1])]
+    models = [{file for file in manifest.files if "/" in file.path} for manifest in (again, collected_run[1])]
     assert models[0] == models[1]
     assert not (final / "leftover").exists()
     assert not (collected_copy / ".scratch").exists()
@@ -341,7 +345,7 @@ def test_collecting_from_a_bucket_fetches_only_weights(
     assert proxy.downloaded < 0.5 * stored, "two thirds are the optimizer's state"
     assert exported(bucket) == final == export(bucket)
     assert {f"final/{record.path}" for record in final.files} < set(bucket.list())
-    models = [{file for file in one.files if "/" in file.path} for one in (final, collected_run[1])]
+    models = [{file for file in manifest.files if "/" in file.path} for manifest in (final, collected_run[1])]
     assert models[0] == models[1]
 
 

@@ -65,9 +65,9 @@ with Heartbeat(max_silence=60) as heart:
 def test_a_rank_that_fails_leaves_the_step_at_which_it_did(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     [code], _ = ended_nodes(tmp_path / "attempt", str(tmp_path / "failing.py"))
-    told = report_of(tmp_path / "attempt")
-    assert (code, told["fault"]) == (FailureClass.NODE.exit_code, FailureClass.NODE)
-    assert [one["step"] for one in told["ranks"]] == [417]
+    node_report = report_of(tmp_path / "attempt")
+    assert (code, node_report["fault"]) == (FailureClass.NODE.exit_code, FailureClass.NODE)
+    assert [rank_report["step"] for rank_report in node_report["ranks"]] == [417]
 
 
 STUBBORN = """
@@ -96,10 +96,10 @@ def test_no_signal_reaches_a_process_with_a_reused_pid(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     with subprocess.Popen(command) as stranger:
         (tmp_path / "stacks").touch()
-        left = replace(beat(0, step=1, ticks=0.0), pid=stranger.pid, stacks=str(tmp_path / "stacks"))
+        ended = replace(beat(0, step=1, ticks=0.0), pid=stranger.pid, stacks=str(tmp_path / "stacks"))
         (tmp_path / "heartbeats").mkdir()
-        (tmp_path / "heartbeats" / "0.json").write_text(json.dumps(asdict(left)))
-        ask_for_stacks([left], within=0.1)
+        (tmp_path / "heartbeats" / "0.json").write_text(json.dumps(asdict(ended)))
+        ask_for_stacks([ended], within=0.1)
         assert "(process" in (tmp_path / "stacks").read_text()
         assert read_beats(tmp_path) == []  # nor is the stranger taken for a rank that lives
         assert stranger.poll() is None

@@ -42,18 +42,18 @@ def place(root: str) -> Storage:
 
 
 def test_a_checkpoint_restores_all_bits_without_a_warning(place: Storage, tmp_path: Path) -> None:
-    trained, other, alone = pair(1, steps=3), pair(2, steps=0), pair(3)
+    trained, restored, alone = pair(1, steps=3), pair(2, steps=0), pair(3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(place, trained, 3)
         folder = fetch_verified(place.within(folder_of(3)), list_complete(place)[0].files, lambda: tmp_path / "fetched")
-        assert load_checkpoint(*other, folder, precision={}) == {}
+        assert load_checkpoint(*restored, folder, precision={}) == {}
         load_weights(folder, alone[0].state_dict())
-    assert same(trained, other)
+    assert same(trained, restored)
     assert all(map(torch.equal, trained[0].parameters(), alone[0].parameters()))
-    for which in (trained, other):
+    for which in (trained, restored):
         step(which, torch.Generator().manual_seed(9))
-    assert same(trained, other)
+    assert same(trained, restored)
 
 
 def test_next_save_removes_parts_of_a_killed_one(bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
     keep(run, pair(1), 4)
     keep(run, pair(2), 8)
     run.write(f"{folder_of(8)}/manifest.json", spoil)
-    told: dict[str, DataError] = {}
-    assert [found.step for found in list_complete(run, on_damaged=told.__setitem__)] == [4]
-    assert list(told) == [folder_of(8)]
+    warnings_given: dict[str, DataError] = {}
+    assert [found.step for found in list_complete(run, on_damaged=warnings_given.__setitem__)] == [4]
+    assert list(warnings_given) == [folder_of(8)]
     keep(run, pair(3), 6)  # and training goes on
     assert [found.step for found in list_complete(run)] == [6, 4]
     assert run.exists(f"{folder_of(8)}/__0_0.distcp")  # what is to be looked at is not thinned out
@@ -83,11 +83,11 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
 def test_a_checkpoint_that_does_not_verify_is_no_progress(place: Storage) -> None:
     keep(place, pair(1), 4)
     assert (checkpoints.newest_step(place), checkpoints.newest_step(place, most=3)) == (4, 3)
-    whole, shard = keep(place, pair(2), 8), f"{folder_of(8)}/__0_0.distcp"
-    without_index = tuple(file for file in whole.files if file.path != checkpoints.INDEX)
-    commit(place, whole.model_copy(update={"files": without_index}))
+    content, shard = keep(place, pair(2), 8), f"{folder_of(8)}/__0_0.distcp"
+    without_index = tuple(file for file in content.files if file.path != checkpoints.INDEX)
+    commit(place, content.model_copy(update={"files": without_index}))
     assert checkpoints.newest_step(place) == 4
-    commit(place, whole)
+    commit(place, content)
     assert (checkpoints.newest_step(place), checkpoints.newest_step(place, least=10**9)) == (8, 0)
     place.write(shard, bytes(place.stat(shard).size))
     assert checkpoints.newest_step(place) == 4
@@ -99,7 +99,9 @@ def test_a_quarantined_folder_is_kept_with_the_reason(place: Storage) -> None:
     assert list_complete(place) == []
     assert place.within("checkpoints").list() == []
     assert first.read("why.txt") == b"a bit is wrong\n"
-    assert {(one.path, one.crc32c) for one in first.inventory()} >= {(one.path, one.crc32c) for one in files}
+    assert {(record.path, record.crc32c) for record in first.inventory()} >= {
+        (record.path, record.crc32c) for record in files
+    }
     keep(place, pair(2), 4)
     assert checkpoints.quarantine(place, folder_of(4), "again") != first.address()
 
@@ -119,11 +121,11 @@ SPEC = TrainingSpec(
 
 
 def test_a_checkpoint_of_another_model_or_dataset_is_refused(run: Storage) -> None:
-    other = {"model": ModelConfig(name="pythia-31m").model_dump(mode="json")}
+    model = {"model": ModelConfig(name="pythia-31m").model_dump(mode="json")}
     checkpoints.require_same(run, manifest_of(4, config={"model": SPEC.model.model_dump(mode="json")}), SPEC)
     checkpoints.require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
     with pytest.raises(DataError, match=r"step-00000004 is of the model .*pythia-31m.*, this run trains .*pythia-14m"):
-        checkpoints.require_same(run, manifest_of(4, config=other), SPEC)
+        checkpoints.require_same(run, manifest_of(4, config=model), SPEC)
     with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on key"):
         checkpoints.require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
 
@@ -131,7 +133,10 @@ def test_a_checkpoint_of_another_model_or_dataset_is_refused(run: Storage) -> No
 def test_a_training_ends_with_its_last_step_or_its_time() -> None:
     timed = SPEC.model_copy(update={"train": TrainConfig.model_validate({"max_time": "1h"})})
     assert [checkpoints.reached_end(manifest_of(number), SPEC) for number in (9, 10)] == [False, True]
-    assert [checkpoints.reached_end(manifest_of(4, seconds=one), timed) for one in (1800.0, 3600.0)] == [False, True]
+    assert [checkpoints.reached_end(manifest_of(4, seconds=seconds), timed) for seconds in (1800.0, 3600.0)] == [
+        False,
+        True,
+    ]
 
 
 LOSS = st.none() | st.floats(0, 20) | st.sampled_from([1.0, 2.0])
@@ -171,10 +176,12 @@ def test_resuming_executes_nothing_of_a_checkpoint(
     spoil(folder, marker)
     seal(folder)
     training = training_of(finished_copy)
-    with pytest.raises(DataError, match=r"names posix.mkdir for its reader to call.* look who may write there") as told:
+    with pytest.raises(
+        DataError, match=r"names posix.mkdir for its reader to call.* look who may write there"
+    ) as refusal:
         resume(training, on_warning=print)
     assert not marker.exists()
-    assert str(folder) in str(told.value)
+    assert str(folder) in str(refusal.value)
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +190,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("hostile")
 
 
-words = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}(\.[A-Za-z_][A-Za-z0-9_]{0,12}){0,2}", fullmatch=True)
+dotted_names = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}(\.[A-Za-z_][A-Za-z0-9_]{0,12}){0,2}", fullmatch=True)
 near = st.sampled_from(
     [
         ("builtins", "eval"), ("torch", "load"), ("torch.distributed.checkpoint.metadata", "os.system"),
@@ -193,7 +200,7 @@ near = st.sampled_from(
 )  # fmt: skip
 
 
-@given(name=st.tuples(words, words) | near, protocol=st.sampled_from([0, 4]))
+@given(name=st.tuples(dotted_names, dotted_names) | near, protocol=st.sampled_from([0, 4]))
 def test_any_name_but_those_that_an_index_holds_is_refused(name: tuple[str, str], protocol: int, folder: Path) -> None:
     """The names of classes that are allowed are long, and none of them is found by chance."""
     module, attribute = (part.encode() for part in name)

@@ -142,6 +142,6 @@ def test_a_key_as_a_name_or_a_name_without_a_key_is_refused(new_run: NewRun, tmp
         TrainConfig.model_validate({"wandb": {"project": "p", "secret": KEY}})
     assert KEY not in str(refused.value)
     spec = read_spec(open_storage(str(new_run("run"))))
-    asked = TrainConfig.model_validate(spec.train.model_dump() | {"wandb": {"project": "p", "secret": "MY_OWN_KEY"}})
+    settings = TrainConfig.model_validate(spec.train.model_dump() | {"wandb": {"project": "p", "secret": "MY_OWN_KEY"}})
     with pytest.raises(UserError, match="MY_OWN_KEY names a variable that is not in this node's environment"):
-        Wandb(spec.model_copy(update={"train": asked}), tmp_path, resumed_from=0)
+        Wandb(spec.model_copy(update={"train": settings}), tmp_path, resumed_from=0)

@@ -40,9 +40,9 @@ def poison(training: Training, samples: Sequence[int], *, by: float = 0.0, to: f
     inputs, _ = training.data.train.read(np.array(samples, dtype=np.uint64))
     bad = torch.from_numpy(inputs)
 
-    def spoil(_module: object, given: tuple[torch.Tensor, ...], loss: torch.Tensor) -> torch.Tensor:
-        there = (given[0][:, None] == bad[None]).all(dim=2).any()
-        return loss * by + to if there else loss
+    def spoil(_module: object, arguments: tuple[torch.Tensor, ...], loss: torch.Tensor) -> torch.Tensor:
+        is_bad = (arguments[0][:, None] == bad[None]).all(dim=2).any()
+        return loss * by + to if is_bad else loss
 
     training.model.register_forward_hook(spoil)
 
@@ -91,11 +91,11 @@ def test_its_update_is_left_out_and_training_goes_on(new_run: NewRun, bad: int, 
         if step + 1 != bad:
             train_step(by_hand, step)
     by_hand.feed.close()
-    ended, expected = ((one.model.module, one.optimizer.optimizer) for one in (training, by_hand))
+    ended, expected = ((trained.model.module, trained.optimizer.optimizer) for trained in (training, by_hand))
     assert same(ended, expected)
-    told = rows(run, "skip")
-    assert [(row["step"], sorted(row["windows"])) for row in told] == [(bad, sorted(samples))]
-    assert f"the loss of step {bad} is " in told[0]["why"]
+    skips = rows(run, "skip")
+    assert [(row["step"], sorted(row["windows"])) for row in skips] == [(bad, sorted(samples))]
+    assert f"the loss of step {bad} is " in skips[0]["why"]
     assert {row["step"] for row in rows(run, "step")} == set(range(1, 13)) - {bad}
 
 

@@ -117,7 +117,7 @@ needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_a_gpu)])
 def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """With a state so large that its copy takes longer than the training needs to change it."""
-    trained, other = pair(1, width=768, device=device), pair(2, steps=0, width=768, device=device)
+    trained, restored = pair(1, width=768, device=device), pair(2, steps=0, width=768, device=device)
     fabric = Fabric(accelerator=device, devices=1)
     model = fabric.setup_module(trained[0])
     training = stepped_by_hand(tmp_path, fabric, model, fabric.setup_optimizers(trained[1]))
@@ -128,8 +128,8 @@ def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: p
         training.optimizer.param_groups[0]["lr"] = 0.5  # as the next step begins
         training.optimizer.step()
     assert not all(map(torch.equal, before, tensors(*trained)))
-    load_checkpoint(*other, Path(training.run.address(folder_of(1))), precision={})
-    assert all(map(torch.equal, before, tensors(*other)))
+    load_checkpoint(*restored, Path(training.run.address(folder_of(1))), precision={})
+    assert all(map(torch.equal, before, tensors(*restored)))
     assert "warning" not in capsys.readouterr().out, "a GPU's copy goes through pinned memory"
 
 
@@ -159,10 +159,10 @@ def dropout(training: Training) -> None:
 
 def test_each_save_waits_for_the_one_before(new_training: NewTraining) -> None:
     """The last save before an error is committed."""
-    training, told = new_training(keep_last=9), list[SaveResult]()
+    training, results = new_training(keep_last=9), list[SaveResult]()
 
     def fall() -> None:
-        with Saver(training, on_result=told.append) as saver:
+        with Saver(training, on_result=results.append) as saver:
             for number in range(1, 5):
                 train_step(training, number)
                 saver.save(number, float(number))
@@ -170,8 +170,8 @@ def test_each_save_waits_for_the_one_before(new_training: NewTraining) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fall()
-    assert steps_kept(training) == [4, 3, 2, 1] == [saved.step for saved in reversed(told)]
-    for saved, manifest in zip(told, reversed(list_complete(training.run)), strict=True):
+    assert steps_kept(training) == [4, 3, 2, 1] == [saved.step for saved in reversed(results)]
+    for saved, manifest in zip(results, reversed(list_complete(training.run)), strict=True):
         assert (saved.size, manifest.validation_loss) == (manifest.size, float(saved.step))
         assert saved.warning is None
 
@@ -187,8 +187,8 @@ def no_file_above(size: int) -> Iterator[None]:
 
 def test_a_full_disk_costs_one_save(new_training: NewTraining) -> None:
     """The warning says how to get room."""
-    training, told = new_training(), list[SaveResult]()
-    with Saver(training, on_result=told.append) as saver:
+    training, results = new_training(), list[SaveResult]()
+    with Saver(training, on_result=results.append) as saver:
         train_step(training, 0)
         with no_file_above(10_000):
             saver.save(1, None)
@@ -197,9 +197,9 @@ def test_a_full_disk_costs_one_save(new_training: NewTraining) -> None:
         assert left_in(training) == []
         train_step(training, 1)
         saver.save(2, None)
-    assert [saved.error is None for saved in told] == [False, True]
-    assert str(told[0].warning).startswith("the checkpoint of step 1 was not saved: ")
-    assert f"older checkpoints are in {training.run.address('checkpoints')}" in str(told[0].warning)
+    assert [saved.error is None for saved in results] == [False, True]
+    assert str(results[0].warning).startswith("the checkpoint of step 1 was not saved: ")
+    assert f"older checkpoints are in {training.run.address('checkpoints')}" in str(results[0].warning)
     again = new_training()
     assert resume(again, on_warning=pytest.fail) == 2
     assert same(whole(again), whole(training))
@@ -217,8 +217,11 @@ class RottenDisk(LocalStorage):
 
 
 def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTraining, tmp_path: Path) -> None:
-    training, told = new_training(root=RottenDisk(str(tmp_path / "root")), keep_last=1, keep_best=0), list[SaveResult]()
-    with Saver(training, on_result=told.append) as saver:
+    training, results = (
+        new_training(root=RottenDisk(str(tmp_path / "root")), keep_last=1, keep_best=0),
+        list[SaveResult](),
+    )
+    with Saver(training, on_result=results.append) as saver:
         train_step(training, 0)
         saver.save(1, None)
         saver.finish()
@@ -233,8 +236,8 @@ def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTrain
 
 
 def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket: Storage, proxy: FaultyBucket) -> None:
-    training, told = new_training(root=bucket, keep_last=1, keep_best=0), list[SaveResult]()
-    with Saver(training, on_result=told.append) as saver:
+    training, results = new_training(root=bucket, keep_last=1, keep_best=0), list[SaveResult]()
+    with Saver(training, on_result=results.append) as saver:
         train_step(training, 0)
         proxy.arm(FailureClass(on="upload", do="refuse", status=403, times=FOREVER))
         saver.save(1, None)
@@ -249,8 +252,8 @@ def test_a_bucket_that_refuses_costs_one_save(new_training: NewTraining, bucket:
         proxy.arm()
         saver.save(4, None)
     assert steps_kept(training) == [4]
-    assert [saved.error is None for saved in told] == [False, True, True, True]
-    assert f"older ones in {bucket.address('checkpoints')}" in str(told[2].warning)
+    assert [saved.error is None for saved in results] == [False, True, True, True]
+    assert f"older ones in {bucket.address('checkpoints')}" in str(results[2].warning)
 
 
 def test_a_damaged_checkpoint_is_quarantined_and_not_read_again(new_training: NewTraining, root: str) -> None:
@@ -264,11 +267,11 @@ def test_a_damaged_checkpoint_is_quarantined_and_not_read_again(new_training: Ne
     manifest, shard = f"{folder_of(3)}/manifest.json", f"{folder_of(2)}/__0_0.distcp"
     run.write(manifest, run.read(manifest).replace(b'"tokens": 768', b'"tokens": 769'))
     run.write(shard, run.read(shard)[:-1])
-    told: list[str] = []
-    assert resume(new(), on_warning=told.append) == 1
-    assert [line.partition(" ")[0] for line in told] == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
-    assert f"{run.address(manifest)} is not as it was written: its crc32c should be " in told[0]
-    assert "__0_0.distcp has " in told[1]
+    results: list[str] = []
+    assert resume(new(), on_warning=results.append) == 1
+    assert [line.partition(" ")[0] for line in results] == ["checkpoints/step-00000003", "checkpoints/step-00000002"]
+    assert f"{run.address(manifest)} is not as it was written: its crc32c should be " in results[0]
+    assert "__0_0.distcp has " in results[1]
     assert [found.step for found in list_complete(run)] == [1]
     assert run.exists("set-aside/step-00000002.1/__0_0.distcp")
     assert resume(new(), on_warning=pytest.fail) == 1
@@ -276,8 +279,8 @@ def test_a_damaged_checkpoint_is_quarantined_and_not_read_again(new_training: Ne
     aside = run.address("set-aside")
     for _ in range(2):  # also when it is tried again
         with pytest.raises(DataError, match=rf"would begin at step 0; read why\.txt in each, .* or remove {aside}"):
-            resume(new(), on_warning=told.append)
-    assert len(told) == 3
+            resume(new(), on_warning=results.append)
+    assert len(results) == 3
     run.remove("set-aside")
     assert resume(last := new(), on_warning=pytest.fail) == 0  # training begins anew
     assert not whole(last)[1].state  # and has counted no step
@@ -440,7 +443,7 @@ def test_no_rank_removes_files_that_another_still_reads(
     with ThreadPoolExecutor(world) as pool:
         assert set(pool.map(resume, trainings)) == {12}
     assert len(folders) == nodes
-    assert all(same(whole(trainings[0]), whole(other)) for other in trainings[1:])
+    assert all(same(whole(trainings[0]), whole(training)) for training in trainings[1:])
     assert list(tmp_path.glob("resume*")) == []
 
 

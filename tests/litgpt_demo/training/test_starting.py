@@ -90,7 +90,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
     again.feed.close()
     assert [group["weight_decay"] for group in settings] == [0.3, 0.0]
     assert settings_of(again.optimizer) == settings
-    assert {float(one["step"]) for one in again.optimizer.optimizer.state.values()} == {12.0}
+    assert {float(entry["step"]) for entry in again.optimizer.optimizer.state.values()} == {12.0}
     last = next(row for row in rows(finished, "evaluation") if row["step"] == 12)["validation_loss"]
     for model in (weights, again.model.module):
         windows = again.data.validation
@@ -109,10 +109,10 @@ def test_ranks_that_share_the_model_start_from_the_same_weights_and_a_resume_goe
     assert train_elsewhere((sharded, 2, 6)) != [[0, 0]]  # a rank dies while it saves step 6
     shutil.rmtree(source)
     assert train_elsewhere((sharded, 2, 0)) == [[0, 0]]
-    one, other = ({row["step"]: row["loss"] for row in rows(run, "step")} for run in (alone, sharded))
-    assert one == pytest.approx(other, rel=1e-4)
+    alone_losses, sharded_losses = ({row["step"]: row["loss"] for row in rows(run, "step")} for run in (alone, sharded))
+    assert alone_losses == pytest.approx(sharded_losses, rel=1e-4)
     assert [row["step"] for row in rows(sharded, "start")] == [0, 4]
-    assert one[1] < rows(finished, "step")[0]["loss"] - 0.5
+    assert alone_losses[1] < rows(finished, "step")[0]["loss"] - 0.5
     with pytest.raises(DataError, match="is missing"):
         train(new_run("late", **settings))
 
@@ -188,11 +188,11 @@ def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
     torch.save({"model": gpt.state_dict()}, folder / "lit_model.pth")
     root = open_storage(str(tmp_path / "root"))
     with torch.no_grad():
-        for place, model, theirs in [(folder, MODEL, gpt(IDS)), of_transformers]:
+        for place, model, donor in [(folder, MODEL, gpt(IDS)), of_transformers]:
             assert asked(found(place), model) == []
             copied = fetch_initial_weights(found(place), root)
             assert copied.address == f"{root.address()}/weights/{copied.content_hash}"
-            torch.testing.assert_close(logits(new_run(place.name, model=model), copied), theirs, rtol=0, atol=1e-5)
+            torch.testing.assert_close(logits(new_run(place.name, model=model), copied), donor, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("padded", [300, 320, 384])
@@ -219,7 +219,7 @@ def test_prefixes_of_wrappers_are_taken_off_weights(
     of_litgpt: tuple[Path, dict[str, torch.Tensor]], new_run: NewRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, weights = of_litgpt
-    wrapped = {f"module._orig_mod.{name.replace('h.1.', 'h.1._orig_mod.')}": one for name, one in weights.items()}
+    wrapped = {f"module._orig_mod.{name.replace('h.1.', 'h.1._orig_mod.')}": weight for name, weight in weights.items()}
     for state in (wrapped, {"state_dict": wrapped, "epoch": 3}, {"model": weights}):
         torch.save(state, folder / "lit_model.pth")
         assert asked(found(folder)) == []
@@ -310,8 +310,8 @@ def test_each_thing_that_does_not_fit_is_named_with_what_would_do(
     shutil.rmtree(half / folder_of(12))
     with pytest.raises(UserError, match=r"has reached step 8 of 12; name one of its checkpoints: .*step-00000008"):
         found(half)
-    for name, words in [(tmp_path / "none", "holds no weights to start from"), ("nothing", "holds no weights")]:
-        with pytest.raises(UserError, match=words):
+    for name, problem in [(tmp_path / "none", "holds no weights to start from"), ("nothing", "holds no weights")]:
+        with pytest.raises(UserError, match=problem):
             found(name)
     with pytest.raises(UserError, match="has no optimizer's state"):
         found(folder, optimizer=True)

@@ -186,8 +186,8 @@ def test_a_node_fetches_only_the_shards_that_its_ranks_read(
     assert starts == [0, 12]
     assert proxy.downloaded < 1.75 * newest(elsewhere["sharded"]).size  # rank 0's half by both, the other one by one
     index = read_index(elsewhere["sharded"] / folder_of(12)).storage_data
-    whole = {place.relative_path for entry, place in index.items() if entry.fqn.endswith(".step")}
-    assert whole == {"training__0_0.distcp"}
+    step_files = {place.relative_path for entry, place in index.items() if entry.fqn.endswith(".step")}
+    assert step_files == {"training__0_0.distcp"}
 
 
 def test_settings_that_change_only_rounding_may_change_in_a_run(
@@ -221,18 +221,18 @@ def test_a_rank_in_a_world_of_another_size_refuses_to_train(new_run: NewRun) -> 
 def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused(
     new_run: NewRun, tiny_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name))
-    run, manifest = new_run("run", dataset=other), open_dataset(str(other))
-    monkeypatch.setenv("LITGPT_DATASET", str(other))  # as the node has brought it
-    write_manifest(open_storage(str(other)), manifest.model_copy(update={"key": "0123456789"}))
+    copied_dataset = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name))
+    run, manifest = new_run("run", dataset=copied_dataset), open_dataset(str(copied_dataset))
+    monkeypatch.setenv("LITGPT_DATASET", str(copied_dataset))  # as the node has brought it
+    write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"key": "0123456789"}))
     with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
         train(run)
-    write_manifest(open_storage(str(other)), manifest.model_copy(update={"dtype": "O"}))
+    write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"dtype": "O"}))
     with pytest.raises(DataError, match=r"manifest\.json.*dtype"):
         train(run)
     monkeypatch.delenv("LITGPT_DATASET")
-    write_manifest(open_storage(str(other)), manifest)
-    flip_a_bit(other / "val.bin")
+    write_manifest(open_storage(str(copied_dataset)), manifest)
+    flip_a_bit(copied_dataset / "val.bin")
     with pytest.raises(DataError, match=r"val\.bin has crc32c"):
         train(run)
     assert not (run / "metrics.jsonl").exists()
@@ -252,11 +252,11 @@ def test_thirty_steps_are_litgpts_own(new_run: NewRun, tmp_path: Path, monkeypat
     # Compiling changes neither side's loss but by rounding, and would take most of a minute.
     monkeypatch.setattr("torch.compile", lambda model: model)
     pretrain(run, tmp_path / "theirs", comparable=True)
-    ours = curve(rows(run), "step", "loss")
-    theirs = np.genfromtxt(tmp_path / "theirs/logs/csv/version_0/metrics.csv", delimiter=",", names=True)["loss"]
-    assert list(ours.values()) == pytest.approx(theirs[~np.isnan(theirs)].tolist(), rel=2e-5)
-    assert len(ours) == 30
-    assert ours[30] < ours[1] - 1
+    our_losses = curve(rows(run), "step", "loss")
+    litgpt_losses = np.genfromtxt(tmp_path / "theirs/logs/csv/version_0/metrics.csv", delimiter=",", names=True)["loss"]
+    assert list(our_losses.values()) == pytest.approx(litgpt_losses[~np.isnan(litgpt_losses)].tolist(), rel=2e-5)
+    assert len(our_losses) == 30
+    assert our_losses[30] < our_losses[1] - 1
 
 
 def leave_in(step: int, run: Path) -> None:
@@ -376,13 +376,13 @@ def test_grace_warning_counts_two_steps_beside_the_save() -> None:
 def test_a_rank_that_waits_for_sums_waits_for_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that does its own share does not."""
     two: Any = SimpleNamespace(device=torch.device("cpu"), world_size=2)
-    asked = SimpleNamespace(wait=lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, async_op: asked)
-    exchange, one = MetricReducer(two), torch.ones(())
+    work = SimpleNamespace(wait=lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda sums, async_op: work)
+    exchange, scalar = MetricReducer(two), torch.ones(())
     with Heartbeat(max_silence=60, environ={NODE_DIRECTORY: str(tmp_path)}) as heart:
         heart.beat(1, "training")
-        exchange.submit(1, LocalStepStats(one, one, 0.0), leave=False, time_up=False)
+        exchange.submit(1, LocalStepStats(scalar, scalar, 0.0), leave=False, time_up=False)
         exchange.collect(max_in_flight=0)
         assert [waits_for_peers(beat) for beat in read_beats(tmp_path)] == [True]
-        Ranks(rank=0, world_size=1).run_on_rank_zero(asked.wait)  # a share of its own, for which the others wait
+        Ranks(rank=0, world_size=1).run_on_rank_zero(work.wait)  # a share of its own, for which the others wait
         assert [waits_for_peers(beat) for beat in read_beats(tmp_path)] == [False]

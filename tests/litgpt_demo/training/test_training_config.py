@@ -31,7 +31,7 @@ def test_what_is_no_count_is_refused(written: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "written", "words"),
+    ("kind", "written", "message"),
     [
         (TrainConfig, {"max_steps": 10, "max_tokens": 1e6, "warmup_steps": 1}, "both given.*keep one"),
         (TrainConfig, {"global_batch": 8, "micro_batch": 512}, "global_batch=8.*micro_batch=512"),
@@ -66,9 +66,9 @@ def test_what_is_no_count_is_refused(written: object) -> None:
     ],
 )
 def test_fields_that_contradict_each_other_or_make_no_model_are_refused_with_what_would_do(
-    kind: type[TrainConfig | ModelConfig | RunConfig], written: dict[str, Any], words: str
+    kind: type[TrainConfig | ModelConfig | RunConfig], written: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValidationError, match=words):
+    with pytest.raises(ValidationError, match=message):
         kind.model_validate(written)
 
 

@@ -21,7 +21,7 @@ from litgpt_demo.training.setup import apply_float8_ac_compile, multiply_in_floa
 
 
 def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, [one for one in of if one is not None]))
+    return list(torch.autograd.grad(loss, [tensor for tensor in of if tensor is not None]))
 
 
 @given(
@@ -54,13 +54,13 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
         loss = projected_cross_entropy(hidden, weight, targets, bias=bias, softcap=softcap)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else do_softcapping(logits, softcap)
-    whole = cross_entropy(logits.flatten(0, 1), targets.flatten())
+    full_loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
     # Scores as large as spread squared are known to that many units in the last place.
     error = torch.finfo(dtype).eps * 64 * max(1.0, spread**2 * width)
-    assert loss.item() == pytest.approx(whole.item(), rel=error, abs=error)
-    ours, theirs = gradients(loss * scale, hidden, weight, bias), gradients(whole * scale, hidden, weight, bias)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=error, atol=error * max(1.0, spread))
+    assert loss.item() == pytest.approx(full_loss.item(), rel=error, abs=error)
+    fused, reference = gradients(loss * scale, hidden, weight, bias), gradients(full_loss * scale, hidden, weight, bias)
+    for tensor, counterpart in zip(fused, reference, strict=True):
+        torch.testing.assert_close(tensor, counterpart, rtol=error, atol=error * max(1.0, spread))
 
 
 def test_float16_gradients_keep_small_probabilities() -> None:
@@ -92,19 +92,19 @@ def test_the_model_with_its_loss_is_litgpts_own(family: str, tied: bool) -> None
     config = Config.from_name(family, **(SMALL | FAMILIES[family]))
     torch.manual_seed(0)
     plain = GPT(config).double()
-    ours = LossGPT(config).double()
-    ours.load_state_dict(plain.state_dict())
-    for model in (plain, ours) if tied else ():
+    fused = LossGPT(config).double()
+    fused.load_state_dict(plain.state_dict())
+    for model in (plain, fused) if tied else ():
         model.transformer.wte.weight = model.lm_head.weight
     tokens = torch.randint(96, (2, 13))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    torch.testing.assert_close(ours(inputs), plain(inputs))
-    whole, loss = cross_entropy(plain(inputs).flatten(0, 1), targets.flatten()), ours(inputs, targets)
-    torch.testing.assert_close(loss, whole)
+    torch.testing.assert_close(fused(inputs), plain(inputs))
+    full_loss, loss = cross_entropy(plain(inputs).flatten(0, 1), targets.flatten()), fused(inputs, targets)
+    torch.testing.assert_close(loss, full_loss)
     loss.backward()
-    whole.backward()
-    for (name, mine), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, msg=name)
+    full_loss.backward()
+    for (name, weight_of_ours), reference in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight_of_ours.grad, reference.grad, msg=name)
 
 
 def test_windows_cost_the_same_operators_at_any_length() -> None:
@@ -123,10 +123,10 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("how", ["selective", "full"])
 def test_recomputing_changes_nothing(how: str) -> None:
-    plain, other = model_with_loss(), model_with_loss()
-    apply_float8_ac_compile(other, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
+    plain, counterpart = model_with_loss(), model_with_loss()
+    apply_float8_ac_compile(counterpart, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
     loss, gradients = loss_and_gradients(plain)
-    again, same = loss_and_gradients(other)
+    again, same = loss_and_gradients(counterpart)
     assert again == loss
     assert same.keys() == gradients.keys()
     assert all(torch.equal(same[name], gradients[name]) for name in gradients)

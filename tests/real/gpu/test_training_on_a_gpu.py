@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA d
 def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, finished: Path) -> None:
     run = new_run("run")
     train(run)
-    mine, theirs = ([row["loss"] for row in rows(folder, "step")] for folder in (run, finished))
-    assert mine == pytest.approx(theirs, rel=1e-2)
+    gpu_loss, cpu_loss = ([row["loss"] for row in rows(folder, "step")] for folder in (run, finished))
+    assert gpu_loss == pytest.approx(cpu_loss, rel=1e-2)
     assert torch.cuda.max_memory_allocated() > 0
 
 
@@ -33,9 +33,9 @@ def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, fini
 def test_a_block_of_a_model_that_fits_no_gpu_trains_on_one(new_run: NewRun, name: str) -> None:
     if torch.cuda.mem_get_info()[1] < 40e9:
         pytest.skip("weights, gradients and averages of such a block take 15 GB, and its update as much again")
-    one = ModelConfig(name=name, config={"n_layer": 1, "padded_vocab_size": 320}, sequence_length=32)
+    model = ModelConfig(name=name, config={"n_layer": 1, "padded_vocab_size": 320}, sequence_length=32)
     once = {"evaluate_every": 12, "checkpoint_every": 12}
-    run = new_run("run", model=one, precision="bf16-true", learning_rate=1e-4, **once)
+    run = new_run("run", model=model, precision="bf16-true", learning_rate=1e-4, **once)
     train(run)
     losses = curve(rows(run), "step", "loss")
     assert losses[12] < losses[1] - 0.3
@@ -56,7 +56,7 @@ def test_torch_computes_on_every_gpu_that_the_driver_shows() -> None:
     assert (seen.cuda, seen.gpus, seen.gpu_error) == (torch.version.cuda, torch.cuda.device_count(), "")
     assert seen.nccl == ".".join(map(str, torch.cuda.nccl.version()))
     network = NodeNetwork(gpus=seen.gpus)
-    errors = [one for one in check_gpus(network, os.environ) if one.severity == "error"]
+    errors = [finding for finding in check_gpus(network, os.environ) if finding.severity == "error"]
     assert [*errors, *check_used(network, seen, os.environ, processes=seen.gpus)] == []
 
 
@@ -91,13 +91,13 @@ def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
     """NCCL refuses two ranks on one GPU of one host, so that each node is a host of its own by NCCL_HOSTID."""
     (tmp_path / "rank.py").write_text("print('trained')")
     network, count = NodeNetwork(gate_seconds=30, floor_gbytes={2: 0.001}, gpus=1), torch.cuda.device_count()
-    codes, said = ended_nodes(
+    codes, output = ended_nodes(
         tmp_path / "d", str(tmp_path / "rank.py"), nodes=2,
         environ={NETWORK: network.model_dump_json(exclude_defaults=True), "NCCL_SOCKET_IFNAME": "lo"},
         of_node=[
             {"NCCL_HOSTID": f"host-{number}", "CUDA_VISIBLE_DEVICES": str(number % count)} for number in (0, 1)
         ],
     )  # fmt: skip
-    assert codes == [0, 0], said
+    assert codes == [0, 0], output
     path = tmp_path / "d" / "node-0" / "network.json"
     assert read_result(path.read_bytes(), str(path)).backend == "nccl"

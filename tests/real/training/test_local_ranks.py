@@ -77,5 +77,5 @@ def test_no_socket_of_a_local_job_is_reachable_from_outside(tmp_path: Path) -> N
     (tmp_path / "go").touch()
     until(lambda: not platform.status(job_id).state.is_live)
     assert platform.status(job_id).state is JobState.SUCCEEDED
-    assert json.loads((tmp_path / "a" / SUPERVISOR).read_text())["port"] in {one.port for one in listeners}
-    assert {one.ip for one in listeners} <= {"127.0.0.1", "::1"}
+    assert json.loads((tmp_path / "a" / SUPERVISOR).read_text())["port"] in {listener.port for listener in listeners}
+    assert {listener.ip for listener in listeners} <= {"127.0.0.1", "::1"}

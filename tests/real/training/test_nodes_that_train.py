@@ -34,16 +34,16 @@ def test_two_nodes_leave_together_and_resume_bit_for_bit(new_run: NewRun, tmp_pa
         own = tmp_path / "first" / "node-1"
         until(lambda: any(beat.step >= 5 for beat in read_beats(own)))
         nodes[1].terminate()
-        said = [node.communicate()[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [45, 45], said
+        outputs = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [45, 45], outputs
     reports = [report_of(tmp_path / "first", number) for number in (0, 1)]
     assert [report["fault"] for report in reports] == [FailureClass.PREEMPTED] * 2
     assert [report["asked"] is not None for report in reports] == [False, True]
     saved = list_complete(open_storage(str(taken)))[0].step
     assert 5 <= saved < 400
     for run, name in ((taken, "second"), (through, "other")):
-        codes, said = ended_nodes(tmp_path / name, *train_of(run), nodes=2)
-        assert codes == [0, 0], said
+        codes, output = ended_nodes(tmp_path / name, *train_of(run), nodes=2)
+        assert codes == [0, 0], output
     assert [row["step"] for row in rows(taken, "start")] == [0, saved]
     shares = [sorted((run / folder_of(400)).glob("*.distcp")) for run in (taken, through)]
     assert len(shares[0]) == 4
@@ -62,8 +62,8 @@ def test_two_nodes_train_as_one_process_after_any_strategy(new_run: NewRun, tmp_
         before = curve(rows(run), "step", "loss") if kept else {}
         for step in range(kept + 5, 31, 5):
             shutil.rmtree(run / folder_of(step), ignore_errors=True)
-        codes, said = ended_nodes(tmp_path / strategy / str(kept), *train_of(run), nodes=2, processes=2)
-        assert codes == [0, 0], said
+        codes, output = ended_nodes(tmp_path / strategy / str(kept), *train_of(run), nodes=2, processes=2)
+        assert codes == [0, 0], output
         assert rows(run, "start")[-1]["step"] == kept
         losses = curve(rows(run), "step", "loss")
         assert losses == pytest.approx(curve(rows(alone), "step", "loss"), abs=1e-5)
@@ -78,8 +78,8 @@ def test_a_training_with_a_stopped_rank_ends_as_its_hang(new_run: NewRun, tmp_pa
         until(lambda: len(beats := read_beats(own)) == 2 and all(beat.step > 20 for beat in beats))
         [pid] = [beat.pid for beat in read_beats(own) if beat.rank == 1]
         os.kill(pid, signal.SIGSTOP)
-        said, _ = node.communicate()
-    assert node.returncode == 46, said
+        output, _ = node.communicate()
+    assert node.returncode == 46, output
     [rank] = report_of(tmp_path / "d")["ranks"]
     assert (rank["rank"], rank["fault"]) == (1, FailureClass.HANG)
     assert "silent too: rank 0 (training, step " in rank["message"]
@@ -136,8 +136,8 @@ def on_two_ranks(script: str, run: Path, place: Path) -> list[Any]:
     place.mkdir()
     (place / "script.py").write_text(script)
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    codes, said = ended_nodes(place / "d", str(place / "script.py"), str(run), str(place), processes=2, environ=path)
-    assert codes == [0], said
+    codes, output = ended_nodes(place / "d", str(place / "script.py"), str(run), str(place), processes=2, environ=path)
+    assert codes == [0], output
     return [json.loads((place / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -183,6 +183,6 @@ def test_a_loss_of_nan_on_one_rank_costs_all_one_update(new_run: NewRun, tmp_pat
     assert all(map(math.isfinite, first))
     assert strategy == "fsdp" or first == second
     assert set(steps) == {11}
-    (told,) = rows(run, "skip")
-    assert (told["step"], told["why"], len(told["windows"])) == (7, "the loss of step 7 is inf", 4)
+    (skip,) = rows(run, "skip")
+    assert (skip["step"], skip["why"], len(skip["windows"])) == (7, "the loss of step 7 is inf", 4)
     assert {row["step"] for row in rows(run, "step")} == set(range(1, 13)) - {7}
