@@ -76,8 +76,9 @@ class CloudBuild:
         if bucket_path(root) is None:
             fix = "set root to gs://bucket/prefix, or image.kind to docker"
             raise ImageProblem(f"image.kind=cloudbuild needs a root in a bucket, not root={root!r}; {fix}")
-        if (found := self._live(build.tag)) is not None:
-            return self._follow(found, build.tag, log)
+        running = self._live(build.tag)
+        if running is not None:
+            return self._follow(running, build.tag, log)
         bucket, _, name = str(bucket_path(build.context.store(root))).partition("/")
         account = image.service_account
         # The context is stored; one step builds it, and Cloud Build itself pushes, and tells the digest.
@@ -90,7 +91,7 @@ class CloudBuild:
                     "name": "gcr.io/cloud-builders/docker",
                     # `$$` stands for `$`:
                     # https://cloud.google.com/build/docs/configuring-builds/substitute-variable-values
-                    "args": [literal(one) for one in (*build_command("docker", build), ".")],
+                    "args": [literal(word) for word in (*build_command("docker", build), ".")],
                     # https://cloud.google.com/build/docs/optimize-builds/building-leaner-containers
                     "env": ["DOCKER_BUILDKIT=1", f"SOURCE_DATE_EPOCH={TIME}"],
                 }
@@ -125,8 +126,9 @@ class CloudBuild:
                 return started.metadata.build
         except ImageUnreachable:
             for seconds in (1.0, 2.0, 5.0, 10.0):  # lists may be behind
-                if (found := self._live(tag)) is not None:
-                    return found
+                started = self._live(tag)
+                if started is not None:
+                    return started
                 self._pause(seconds)
             raise
 
@@ -142,10 +144,10 @@ class CloudBuild:
 
     def _live(self, tag: str) -> Any:
         with google_errors(CLOUD_BUILD, f"{tag}: looking for builds in {self._parent}"):
-            asked = {"parent": self._parent, "project_id": self._image.billed, "filter": f'tags="{_mark(tag)}"'}
-            listed = self._client.list_builds(request=asked, timeout=_LIMIT)
-            live = [one for one in listed if one.status.name in _LIVE and tag in one.images]
-            return min(live, key=lambda one: (one.create_time, one.id), default=None)
+            request = {"parent": self._parent, "project_id": self._image.billed, "filter": f'tags="{_mark(tag)}"'}
+            builds = self._client.list_builds(request=request, timeout=_LIMIT)
+            live = [build for build in builds if build.status.name in _LIVE and tag in build.images]
+            return min(live, key=lambda build: (build.create_time, build.id), default=None)
 
     def _follow(self, build: Any, tag: str, log: Log) -> str:
         log(f"{tag} is built by {build.id} in {self._parent}: {build.log_url}")
@@ -153,10 +155,10 @@ class CloudBuild:
         tail, live = deque[str](maxlen=TAIL), True
         while live:
             self._pause(_POLL)
-            asked = {"name": build.name, "id": build.id, "project_id": self._image.billed}
+            request = {"name": build.name, "id": build.id, "project_id": self._image.billed}
             try:
                 with google_errors(CLOUD_BUILD, f"{tag}: asking after build {build.id}"):
-                    build, silent = self._client.get_build(**asked, timeout=_LIMIT), 0.0
+                    build, silent = self._client.get_build(**request, timeout=_LIMIT), 0.0
             except ImageUnreachable as error:
                 silent += _POLL
                 if silent > _SILENCE:
@@ -176,17 +178,17 @@ class CloudBuild:
                 log(tail[-1])
         status, failure = build.status.name, build.failure_info
         if status == "SUCCESS":
-            digests = {one.name: one.digest for one in build.results.images}
+            digests = {pushed.name: pushed.digest for pushed in build.results.images}
             return str(digests.get(tag) or resolve(tag).partition("@")[2])
-        said = "\n".join(filter(None, [*tail, one_line(failure.detail or build.status_detail)]))
-        told = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{said}\n-> "
+        output = "\n".join(filter(None, [*tail, one_line(failure.detail or build.status_detail)]))
+        what = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{output}\n-> "
         if status == "CANCELLED":
             raise JobCancelled(f"{tag}: somebody cancelled build {build.id} of Cloud Build; run again to build it")
         if status == "TIMEOUT":
-            raise ImageProblem(f"{told}raise image.timeout, or image.machine")
+            raise ImageProblem(f"{what}raise image.timeout, or image.machine")
         if status in {"EXPIRED", "INTERNAL_ERROR"}:
-            raise ImageUnreachable(f"{told}run again; if it comes back, see {build.log_url}")
-        raise ImageProblem(told + _FIXES.get(failure.type_.name, "see the lines above"))
+            raise ImageUnreachable(f"{what}run again; if it comes back, see {build.log_url}")
+        raise ImageProblem(what + _FIXES.get(failure.type_.name, "see the lines above"))
 
 
 def _mark(tag: str) -> str:

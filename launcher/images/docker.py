@@ -28,7 +28,7 @@ TAIL = 15
 # Phrases of Docker's client, engine and two builders, and of Podman, in lower case, and what to do about them.
 # The first that is found counts: a failed step of a Dockerfile may well have printed "permission denied".
 _FIXES = {
-    "permission denied while trying": "add this user to the group docker and log in anew, or use rootless Docker",
+    "permission denied while trying": "add this user to the group docker and log in again, or use rootless Docker",
     "cannot connect to the docker daemon|failed to connect to the docker api": "start the engine (`sudo systemctl "
     "start docker`), or set DOCKER_HOST to one that runs",
     "no space left on device": "make room on the engine's disk, for example with `{engine} system prune`",
@@ -45,7 +45,7 @@ _FIXES = {
     "denied|unauthorized|no basic auth credentials|authentication required|insufficient_scope": "this account may not "
     "push there: check image.repository, then log in with `{login}`",
 }
-# The same of a registry that is away, busy, or has hung up in the middle of a push: a minute later it may be back.
+# Phrases for a registry that is unavailable, busy, or closed the connection during a push. A retry may succeed.
 _SILENCE = (
     "no such host", "connection refused", "connection reset", "i/o timeout", "tls handshake timeout", "unexpected eof",
     "broken pipe", "toomanyrequests", "too many requests", "500 internal", "502 bad", "503 service", "504 gateway",
@@ -55,28 +55,27 @@ _GRACE = 5.0
 """Seconds that an engine has to clean up before it is killed."""
 
 
-def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep) -> str:
-    """Build with the engine `asked`, or any for `auto`, and push; the digest that the registry is said to have now."""
-    wanted = ("docker", "podman") if asked == "auto" else (asked,)
-    engine = next((engine for engine in wanted if shutil.which(engine)), None)
+def build_here(build: Build, *, program: str, log: Log, pause: Pause = time.sleep) -> str:
+    """Build with the engine `program`, any for `auto`, and push; return the digest that the engine reports."""
+    engines = ("docker", "podman") if program == "auto" else (program,)
+    engine = next((engine for engine in engines if shutil.which(engine)), None)
     if engine is None:
         fix = "install Docker or Podman, take image.kind=cloudbuild, or name an image (kind: prebuilt, reference: …)"
-        raise ImageProblem(f"image.engine={asked}: there is no {' or '.join(wanted)} command here", fix=fix)
+        raise ImageProblem(f"image.engine={program}: there is no {' or '.join(engines)} command here", fix=fix)
     run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
     with build.context.tar() as tar:
         run([*build_command(engine, build), "-"], stdin=tar)
 
     def push() -> str:
         if engine == "docker":
-            said = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(run(["push", build.tag])))
+            digests = re.findall(r"digest: (sha256:[0-9a-f]{64})", "\n".join(run(["push", build.tag])))
         else:
             with tempfile.NamedTemporaryFile() as file:
                 run(["push", *_plain_http(build.tag), f"--digestfile={file.name}", build.tag])
-                said = Path(file.name).read_text("utf-8").split()
-        return said[-1] if said else resolve(build.tag).partition("@")[2]
+                digests = Path(file.name).read_text("utf-8").split()
+        return digests[-1] if digests else resolve(build.tag).partition("@")[2]
 
-    # Again where the registry was away or hung up: what it has of the layers is not sent again. Engines try single
-    # requests again by themselves.
+    # A retry does not send the layers again that the registry has. Engines retry single requests themselves.
     for seconds in (2.0, 10.0):
         try:
             return push()
@@ -88,12 +87,12 @@ def build_here(build: Build, *, asked: str, log: Log, pause: Pause = time.sleep)
 
 def build_command(engine: str, build: Build) -> list[str]:
     """The arguments of the engine for a build whose context comes as a tar on its standard input."""
-    named = {"build-arg": build.args, "label": build.labels}
+    named = [("build-arg", build.args), ("label", build.labels)]
     options = [
         f"--platform={build.platform}",
         f"--tag={build.tag}",
         f"--file={DOCKERFILE}",
-        *(f"--{option}={name}={value}" for option, given in named.items() for name, value in given.items()),
+        *(f"--{option}={name}={value}" for option, values in named for name, value in values.items()),
     ]
     if engine == "docker":
         return ["build", "--force-rm", *options]
@@ -133,6 +132,25 @@ def run_engine(
         errors="replace",
         env=environment,
     )
+    try:
+        tail = _follow(process, log, pause)
+    except BaseException:
+        # An interrupted caller must not wait for the rest of the build. The program may remove its working container
+        # first, which Podman leaves behind if it is killed.
+        process.terminate()
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise
+    if process.returncode != 0:
+        raise _problem(engine, arguments[0], subject, "\n".join(tail))
+    return tail
+
+
+def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]:
+    """Return the last lines of a process after its end."""
     lines, tail = SimpleQueue[str | None](), deque[str](maxlen=TAIL)
 
     def read() -> None:
@@ -143,36 +161,26 @@ def run_engine(
         lines.put(None)
 
     threading.Thread(target=read, daemon=True).start()
-    try:
-        while True:
-            try:
-                line = lines.get(timeout=0.5)
-            except Empty:
-                pause(0)  # pip says nothing for minutes, and so does a push
-                continue
-            if line is None:
-                break
-            tail.append(redacted(line.rstrip()))
-            log(tail[-1])
-        process.wait()
-    except BaseException:
-        # A caller that is interrupted here must not wait for the rest of the build. The program may remove its working
-        # container first: Podman leaves it behind if killed.
-        process.terminate()
+    while True:
         try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        raise
-    if not process.returncode:
-        return list(tail)
-    said = "\n".join(tail)
-    told, lowered = f"{subject}: {engine} {arguments[0]} failed:\n{said}\n-> ", said.lower()
+            line = lines.get(timeout=0.5)
+        except Empty:
+            pause(0)  # pip and pushes are silent for minutes
+            continue
+        if line is None:
+            break
+        tail.append(redacted(line.rstrip()))
+        log(tail[-1])
+    process.wait()
+    return list(tail)
+
+
+def _problem(engine: str, command: str, subject: str, output: str) -> ImageProblem | ImageUnreachable:
+    what, lowered = f"{subject}: {engine} {command} failed:\n{output}\n-> ", output.lower()
     for phrases, fix in _FIXES.items():
         if re.search(phrases, lowered):
             login = login_command(ImageReference.parse(subject).host, engine)
-            raise ImageProblem(told + fix.format(engine=engine, login=login))
+            return ImageProblem(what + fix.format(engine=engine, login=login))
     if any(phrase in lowered for phrase in _SILENCE):
-        raise ImageUnreachable(f"{told}the registry does not answer: check image.repository and the network")
-    raise ImageProblem(f"{told}see the lines above")
+        return ImageUnreachable(f"{what}the registry does not answer: check image.repository and the network")
+    return ImageProblem(f"{what}see the lines above")

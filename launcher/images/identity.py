@@ -87,7 +87,9 @@ def _git(folder: Path, *arguments: str) -> str:
 def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     """Return the bill as JSON; None for an image whose packages we do not know: prebuilt, or of another Dockerfile."""
     if identity.image is None:
-        packages: dict[str, str] = {canonicalize_name(one.name): one.version for one in metadata.distributions()}
+        packages: dict[str, str] = {
+            canonicalize_name(package.name): package.version for package in metadata.distributions()
+        }
     elif isinstance(image, BuiltImage) and image.dockerfile is None and image.installed is not None:
         # What pip takes from a lock of `make lock` for an image with these contents.
         lock, contents = (Path(image.context) / image.installed.lock).read_text("utf-8"), image.contents
@@ -113,7 +115,7 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     from packageurl import PackageURL
 
     commit = [Property(name="commit", value=identity.revision)] if identity.revision else []
-    whole = code = Component(
+    root = code = Component(
         name=OURS, version=litgpt_demo.__version__, type=ComponentType.APPLICATION, bom_ref=OURS, properties=commit
     )
     packages.pop(OURS, None)
@@ -123,11 +125,11 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     ]
     if identity.image is not None:
         name, _, digest = identity.image.rpartition("@")
-        whole = Component(name=name or OURS, version=digest, type=ComponentType.CONTAINER, bom_ref="image")
+        root = Component(name=name or OURS, version=digest, type=ComponentType.CONTAINER, bom_ref="image")
         components.insert(0, code)
     content = json.dumps([identity.image, identity.revision, *(str(part.bom_ref) for part in components)])
     bill = Bom(components=components, serial_number=uuid.uuid5(uuid.NAMESPACE_OID, content))
     bill.metadata.timestamp = None  # type: ignore[assignment]  # optional in the format
-    bill.metadata.component = whole
-    bill.register_dependency(whole, components)
+    bill.metadata.component = root
+    bill.register_dependency(root, components)
     return str(JsonV1Dot6(bill).output_as_string(indent=1))

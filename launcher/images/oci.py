@@ -108,25 +108,27 @@ def resolve(image: str | ImageReference) -> str:
 
 def find_digest(reference: ImageReference, *, patience: float | None = None) -> str | None:
     """The digest of `reference` in its registry, None where the registry has no such image."""
-    return _patiently(reference, _Registry.digest, patience)
+    return _retry_while_unavailable(reference, _Registry.digest, patience)
 
 
 def read_config(reference: str, *, architecture: str = "amd64", patience: float | None = None) -> ImageConfig:
     """The config of an image in its registry; of one for several platforms, that for Linux on `architecture`."""
     try:
-        return _patiently(ImageReference.parse(reference), lambda registry: registry.config(architecture), patience)
+        return _retry_while_unavailable(
+            ImageReference.parse(reference), lambda registry: registry.config(architecture), patience
+        )
     except DataError as error:
         raise ImageProblem(str(error)) from error
 
 
-class _Away(Exception):
+class _RegistryUnavailable(Exception):
     """The registry, or its token service, cannot answer now; the message says what it does."""
 
 
 T = TypeVar("T")
 
 
-def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patience: float | None) -> T:
+def _retry_while_unavailable(reference: ImageReference, ask: Callable[[_Registry], T], patience: float | None) -> T:
     import httpx
 
     patience = timeouts.REGISTRY if patience is None else patience
@@ -136,17 +138,17 @@ def _patiently(reference: ImageReference, ask: Callable[[_Registry], T], patienc
         try:
             with protected_client(timeout=patience + 5.0) as client:
                 return ask(_Registry(reference, client))
-        except _Away as away:
-            words, final = str(away), False
+        except _RegistryUnavailable as error:
+            problem, is_final = str(error), False
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            words = f"cannot be reached ({one_line(error)}); check its name, the network and HTTPS_PROXY"
+            problem = f"cannot be reached ({one_line(error)}); check its name, the network and HTTPS_PROXY"
             at_once = (httpx.UnsupportedProtocol, httpx.ProxyError)  # a proxy's no, not its silence
-            final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
-            final = final or any(number in str(error) for number in _NO_SUCH_HOST)
+            is_final = not isinstance(error, httpx.TransportError) or isinstance(error, at_once)
+            is_final = is_final or any(number in str(error) for number in _NO_SUCH_HOST)
         wait = next(pauses, math.inf)
-        if final or time.monotonic() + wait > ends:
-            kind = ImageOutOfSight if final else ImageUnreachable
-            raise kind(f"{reference}: the registry {reference.host} {words}, then try again")
+        if is_final or time.monotonic() + wait > ends:
+            kind = ImageOutOfSight if is_final else ImageUnreachable
+            raise kind(f"{reference}: the registry {reference.host} {problem}, then try again")
         time.sleep(wait)
 
 
@@ -173,7 +175,7 @@ class ImageConfig(BaseModel):
     """An image's config, as far as we read it (image-spec, config.md)."""
 
     architecture: _Word = ""
-    labels: Annotated[dict[str, str], BeforeValidator(lambda given: given or {})] = Field(
+    labels: Annotated[dict[str, str], BeforeValidator(lambda labels: labels or {})] = Field(
         {}, validation_alias=AliasPath("config", "Labels")
     )
 
@@ -207,12 +209,12 @@ class _Registry:
         if manifest.manifests:
             # BuildKit lists its attestations next to the images, as for the platform unknown/unknown
             # (https://docs.docker.com/build/metadata/attestations/attestation-storage/).
-            images = [one for one in manifest.manifests if one.architecture != "unknown"]
-            fitting = [one for one in images if (one.os, one.architecture) == ("linux", architecture)]
-            fitting += [one for one in images if not one.architecture]  # perhaps the only one, which need not say it
+            images = [image for image in manifest.manifests if image.architecture != "unknown"]
+            fitting = [image for image in images if (image.os, image.architecture) == ("linux", architecture)]
+            fitting += [image for image in images if not image.architecture]  # a single image may have no platform
             if not fitting:
-                said = ", ".join(sorted({f"{one.os}/{one.architecture}" for one in images})) or "no platform"
-                raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {said}; name another")
+                names = ", ".join(sorted({f"{image.os}/{image.architecture}" for image in images})) or "no platform"
+                raise ImageProblem(f"{self._reference} is not for linux/{architecture}, but for {names}; name another")
             manifest = self._document("manifests", fitting[0].digest, _Manifest)
         if manifest.config is None:
             raise ImageProblem(f"{self._reference}: its manifest names no config; name the manifest of an image")
@@ -220,8 +222,9 @@ class _Registry:
 
     def _document(self, where: str, digest: str, kind: type[T]) -> T:
         named, content = f"{self._reference.repository}@{digest}", self._download(where, digest)
-        if digest != (got := f"sha256:{sha256(content).hexdigest()}"):
-            raise ImageProblem(f"{named}: {self._reference.host} answered with {got}; do not use this registry")
+        received = f"sha256:{sha256(content).hexdigest()}"
+        if digest != received:
+            raise ImageProblem(f"{named}: {self._reference.host} answered with {received}; do not use this registry")
         return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image anew")
 
     def _download(self, where: str, name: str) -> bytes:
@@ -261,7 +264,7 @@ class _Registry:
                 if status in {401, 403}:
                     raise self._refused(f"answered {status}")
                 if status in _TRANSIENT:
-                    raise _Away(f"does not answer: {status}; wait")
+                    raise _RegistryUnavailable(f"does not answer: {status}; wait")
                 if not answer.is_success and status != 404:
                     fix = "which is no answer of a registry; check its name, and any proxy on the way"
                     raise ImageProblem(f"{self._at} answered {status}, {fix}")
@@ -272,20 +275,20 @@ class _Registry:
         """Answer a challenge in all further questions; False where that takes an account, and there is none.
         Access tokens: https://distribution.github.io/distribution/spec/auth/token/."""
         scheme, _, rest = challenge.partition(" ")
-        said, login = dict(re.findall(r'(\w+)="([^"]*)"', rest)), stored_login(self._reference.host)
+        parameters, login = dict(re.findall(r'(\w+)="([^"]*)"', rest)), stored_login(self._reference.host)
         if scheme.lower() == "basic" and login:
             self._headers["Authorization"] = _basic(login)
             return True
-        if scheme.lower() != "bearer" or "realm" not in said:
+        if scheme.lower() != "bearer" or "realm" not in parameters:
             return False
-        realm = said["realm"]
+        realm = parameters["realm"]
         if not is_protected(realm):
             unsafe = f"the password sent to {origin_of(realm)}, which is not encrypted; use another registry"
             raise ImageProblem(f"{self._at} wants {unsafe}")
         # No redirect is followed: it would take the password, or the token that stands for it, to another address.
-        answer = self._client.send(_token_request(self._client, said, login))
+        answer = self._client.send(_token_request(self._client, parameters, login))
         if answer.status_code in _TRANSIENT:
-            raise _Away(f"has a token service that does not answer: {answer.status_code}; wait")
+            raise _RegistryUnavailable(f"has a token service that does not answer: {answer.status_code}; wait")
         if not answer.is_success:
             raise self._refused(f"gave no token (its token service answered {answer.status_code})")
         grant = Grant.read(answer.content)
@@ -300,13 +303,13 @@ class _Registry:
 
 
 # A function, for the variables of one that raises an error are shown by its traceback.
-def _token_request(client: httpx.Client, said: Mapping[str, str], login: Login | None) -> httpx.Request:
-    scope = {key: value for key, value in said.items() if key in {"service", "scope"}}
+def _token_request(client: httpx.Client, parameters: Mapping[str, str], login: Login | None) -> httpx.Request:
+    scope = {key: value for key, value in parameters.items() if key in {"service", "scope"}}
     if login and login.username == "<token>":
         form = {**scope, "grant_type": "refresh_token", "client_id": "train-litgpt", "refresh_token": login.secret}
-        return client.build_request("POST", said["realm"], data=form)
+        return client.build_request("POST", parameters["realm"], data=form)
     account = {"Authorization": _basic(login)} if login else {}
-    return client.build_request("GET", said["realm"], params=scope, headers=account)
+    return client.build_request("GET", parameters["realm"], params=scope, headers=account)
 
 
 def login_command(host: str, engine: str = "docker") -> str:

@@ -86,12 +86,12 @@ class BuiltImage(Settings):
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         if self.stack is not None and self.stack not in STACKS:
-            raise ValueError(f"image.stack={self.stack!r} is no stack; there are {', '.join(STACKS)}")
+            raise ValueError(f"image.stack={self.stack!r} is unknown; choose one of {', '.join(STACKS)}")
         if self.pip_config is not None and self.dockerfile is not None:
             raise ValueError("image.pip_config is for the product's own Dockerfile, not for yours; leave one out")
         for name in ("STACK", "LABELS"):
-            ours = self.dockerfile is None or (name == "STACK" and self.stack is not None)
-            if ours and name in self.build_args:
+            is_set_by_stack = self.dockerfile is None or (name == "STACK" and self.stack is not None)
+            if is_set_by_stack and name in self.build_args:
                 raise ValueError(f"image.build_args.{name} follows from image.stack: leave it out, and set image.stack")
         if self.base is not None and "BASE" in self.build_args:
             raise ValueError("image.base and image.build_args.BASE set the same thing; leave one out")

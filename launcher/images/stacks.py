@@ -44,11 +44,12 @@ class Contents:
 
     @classmethod
     def of_labels(cls, labels: Mapping[str, str], *, architecture: str = "") -> Self:
-        """Return what an image's labels say, as far as it can be read; of the processor its config is the better
-        witness."""
-        given = {field.name: labels.get(LABELS + field.name, "") for field in fields(cls)}
-        said = {name: value for name, value in given.items() if _FORMS.get(name, _VERSION).fullmatch(value)}
-        return cls(**said | ({"architecture": architecture} if architecture else {}))
+        """Return the valid values of an image's labels. `architecture`, of its config, wins over its label."""
+        values = {field.name: labels.get(LABELS + field.name, "") for field in fields(cls)}
+        valid = {name: value for name, value in values.items() if _FORMS.get(name, _VERSION).fullmatch(value)}
+        if architecture:
+            valid["architecture"] = architecture
+        return cls(**valid)
 
     def __str__(self) -> str:
         named = {"torch": self.torch, "NCCL": self.nccl, "CUDA": self.cuda, "Python": self.python, "glibc": self.glibc}
