@@ -110,7 +110,7 @@ Split: TypeAlias = Literal["train", "validation"]
 
 
 def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, split: Split) -> TokenDataset:
-    """Return the samples of a split of the dataset in `folder`. A mixture's sources are in the folders beside it."""
+    """Return the samples of a split of the dataset in `folder`. A mixture's sources are in the folders next to it."""
     length, mixture = spec.model.sequence_length, manifest.mixture
     if mixture is None:
         return open_split(folder, manifest, getattr(manifest, split), length=length)
@@ -191,7 +191,7 @@ def rank_slice(batch: SampleIds, *, rank: int, world_size: int) -> SampleIds:
     return batch[rank * size : (rank + 1) * size]
 
 
-_ROUNDS = 4  # Luby and Rackoff: four Feistel rounds of random functions cannot be told from a random permutation
+_ROUNDS = 4  # Luby and Rackoff: four Feistel rounds of random functions are indistinguishable from a random permutation
 
 
 def feistel_permutation(values: SampleIds, size: int, seed: str) -> SampleIds:

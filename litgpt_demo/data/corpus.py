@@ -283,7 +283,7 @@ def _select_local(path: str, skipped_paths: list[str]) -> Iterator[_Selected]:
             elif file.is_symlink():
                 skipped_paths.append(_escaped(f"{file} leads nowhere"))
             else:
-                skipped_paths.append(_escaped(f"{file} is no file"))
+                skipped_paths.append(_escaped(f"{file} is not a file"))
 
 
 def _walk_once(base: str, pattern: str, skipped_paths: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -302,7 +302,7 @@ def _walk_once(base: str, pattern: str, skipped_paths: list[str]) -> Iterator[tu
             real = os.path.realpath(folder)
             if real in visited:
                 if Path(os.path.realpath(Path(folder).parent)).is_relative_to(real):
-                    skipped_paths.append(_escaped(f"{folder} is a link to {real}, which it lies in"))
+                    skipped_paths.append(_escaped(f"{folder} is a link to {real}, which contains it"))
                 folders.clear()
                 continue
             visited.add(real)

@@ -61,7 +61,7 @@ class Ingredient(Settings):
 
     name: str
     dataset: str
-    """The folder of its dataset, beside the mixture's own."""
+    """The folder of its dataset, next to the mixture's own."""
     train: int
     """Tokens of its training split."""
     validation: int
@@ -125,7 +125,7 @@ class DatasetManifest(Settings):
         names, fix = [source.dataset for source in self.mixture.sources], "remove that folder and prepare it again"
         for name in names:
             if slug(name, len(name)) != name:
-                raise DataError(f"{address} mixes {name!r}, which is no name of a dataset beside it", fix=fix)
+                raise DataError(f"{address} mixes {name!r}, which is not the name of a dataset next to it", fix=fix)
         if self.key != mixture_key([name.rpartition("-")[2] for name in names], self.mixture.schedule):
             raise DataError(f"{address} mixes {', '.join(names)}, and its key is that of other sources", fix=fix)
         return [f"{address.rpartition('/')[0]}/{name}" for name in names]

@@ -106,7 +106,7 @@ def verify_checksum(path: Path, source: Source, expected: Signature | None = Non
     The Hub's client checks sizes only. The bytes are checked once per process for a file that does not change.
     """
     if not path.is_file():
-        raise DataError(f"{source.address} was there when the corpus was listed and is gone; run again to list it anew")
+        raise DataError(f"{source.address} was there when the corpus was listed and is gone; run again")
     status = path.stat()
     signature = status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
     algorithm, _, listed = source.version.partition(":")
@@ -117,10 +117,10 @@ def verify_checksum(path: Path, source: Source, expected: Signature | None = Non
     if checksum != listed:
         raise DataError(
             f"{source.address} has {algorithm} {checksum} ({status.st_size} bytes), listed was {listed} "
-            f"({source.size} bytes): it changed meanwhile or came damaged; run again to list it anew"
+            f"({source.size} bytes): it changed meanwhile or came damaged; run again"
         )
     if expected not in {None, signature}:  # what was read may be neither the old nor the new text
-        raise DataError(f"{source.address} was written anew while it was read; run again to list it anew")
+        raise DataError(f"{source.address} was rewritten while it was read; run again")
     return signature
 
 

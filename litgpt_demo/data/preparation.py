@@ -1,4 +1,4 @@
-"""Preparing a dataset: documents in, token files out, by many workers, and again after whatever killed them.
+"""Preparing a dataset: documents in, token files out, by many workers, which may be killed at any time.
 
     tokenizer  trained on the start of the corpus, unless one is given
     survey     each shard of the corpus: which documents stay, and how many
@@ -313,7 +313,7 @@ def _count_file(
             copy = record.model_copy(update={"path": path.name})
             scan = dataset.scan_file(manifest, open_storage(str(path.parent)), copy)
     if scan is None or (scan.record.size, scan.record.crc32c) != (record.size, record.crc32c):
-        raise DataError(f"{address} has changed since it was listed; run again to list it anew")
+        raise DataError(f"{address} has changed since it was listed; run again")
     refuse_lfs_pointer(scan.head, address)
     wrong_format = detect_wrong_ids(scan.head, record.size)
     if wrong_format is not None:

@@ -54,14 +54,14 @@ class Source:
     address: str
     """As shown: local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
     name: str
-    """The same wherever the corpus lies: the path below the library's folder, below the part of a pattern that has no
+    """The same wherever the corpus is: the path below the library's folder, below the part of a pattern that has no
     wildcard, or in the repository. Part of the dataset's key."""
     size: int
     """Bytes as stored, compressed if the file is."""
     version: str
     """`crc32c:…`, `sha256:…` or `git:…` (a blob's id): differs when the content does. Part of the dataset's key."""
     file: Path | None = None
-    """Where a local one is opened: what is no UTF-8 in its path is escaped (`\\xe9`) in address and name."""
+    """The path of a local one. Bytes of it that are not UTF-8 are escaped (`\\xe9`) in address and name."""
 
 
 class FileFormat(NamedTuple):
@@ -98,7 +98,7 @@ class BadDocument:
     index: int
     """Its number in its batch, bad and empty ones too."""
     place: str
-    """The file's name and the position in it, the same wherever the corpus lies: `part-1.jsonl, line 3`."""
+    """The file's name and the position in it, the same wherever the corpus is stored: `part-1.jsonl, line 3`."""
     reason: str
     error: TrainLitgptError
     """To raise where bad documents are not skipped; it names the file's address."""
@@ -351,7 +351,7 @@ def seekable(path: Path, source: Source, scratch: Path) -> Iterator[Path]:
     with translate_os_errors(str(scratch)):
         scratch.mkdir(parents=True, exist_ok=True)
         folder = TemporaryDirectory(prefix="corpus-", dir=scratch)
-    with folder as name:  # more is needed than the size, but who knows how much
+    with folder as name:  # more is needed than the size, and it is unknown how much
         plain, written, most = Path(name, "decompressed"), 0, SLACK + MOST_RATIO * path.stat().st_size
         with (
             translate_os_errors(str(scratch), needed=source.size),
@@ -633,10 +633,10 @@ def _json_text(line: bytes, column: str, most: int) -> str:
     except UnicodeDecodeError as error:
         raise _not_utf8(error) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is no JSON: {error}") from error
+        raise DataError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
         fix = f'a line reads {{{json.dumps(column)}: "…"}}'
-        raise DataError(f"is no JSON object but {json.dumps(record)[:60]}", fix=fix)
+        raise DataError(f"is not a JSON object but {json.dumps(record)[:60]}", fix=fix)
     if column not in record:
         raise UserError(f"has no field {column!r}; it has {_quoted(record)}", fix="set data.corpus.column")
     text = record[column]
@@ -724,7 +724,7 @@ def _require_bounded(size: int, bound: int, where: str) -> None:
     if size > bound:
         raise DataError(
             f"{where} holds {size:,} bytes of text or more, and at most {bound:,} are expanded, over {MOST_RATIO:,} "
-            "times its size; remove it, or write it anew without dictionary and compression"
+            "times its size; remove it, or rewrite it without dictionary and compression"
         )
 
 
@@ -741,5 +741,5 @@ def _damage(where: str) -> Iterator[None]:
 
 
 def _damaged(where: str, why: object) -> DataError:
-    fix = "write or fetch it anew, with smaller row groups if its pages take all memory"
+    fix = "rewrite it or fetch it again, with smaller row groups if its pages take all memory"
     return DataError(f"{where}: no readable parquet, damaged or cut off: {why}", fix=fix)

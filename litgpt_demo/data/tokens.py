@@ -126,7 +126,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
-            f"data.tokenizer: {origin} is no tokenizer, or cut short ({reason}); give the tokenizer.json that "
+            f"data.tokenizer: {origin} is not a tokenizer, or cut short ({reason}); give the tokenizer.json that "
             "transformers' save_pretrained writes for a fast tokenizer, or {kind: hub, name: openai-community/gpt2}"
         ) from error
     kind = type(tokenizer.model).__name__

@@ -16,7 +16,6 @@ from typing import BinaryIO, TypeAlias
 
 import google_crc32c
 
-from litgpt_demo import timeouts
 from litgpt_demo.errors import TooLarge, UserError
 
 SCHEME = "gs://"
@@ -52,13 +51,13 @@ Inventory: TypeAlias = list[ObjectInfo]
 
 @dataclass(frozen=True)
 class ReadCursor:
-    """A place in a file that grows, up to which it has been read: the bytes before it, and their checksum."""
+    """A position in a growing file: the number of bytes before it, and their checksum."""
 
     size: int = 0
     crc32c: str = EMPTY
 
     def after(self, data: bytes) -> ReadCursor:
-        """The place behind `data`, which begins here."""
+        """Return the position behind `data`, which begins at this one."""
         return ReadCursor(self.size + len(data), f"{google_crc32c.extend(int(self.crc32c, 16), data):08x}")
 
 
@@ -66,120 +65,111 @@ class ReadCursor:
 class Storage(ABC):
     """A root and the files below it. Paths are relative to the root and use `/`.
 
-    Every verb refuses (UserError) a path that leaves the root, and says what to do where the disk or the bucket refuses
-    (UserError), is full (DiskFull) or broken (NodeError), or does not answer (NetworkError). A file that has to be
-    there and is not is a FileNotFoundError that names its full address; bytes that stay wrong on their way, or change
-    while they are read, are a DataError, and whatever they were to replace is as it was.
+    Every verb raises UserError for a path that leaves the root, and where the disk or the bucket refuses; DiskFull,
+    NodeError for a broken disk, and NetworkError. A missing file is a FileNotFoundError with its full address. Bytes
+    that stay wrong on their way, or change while they are read, are a DataError; the target keeps its old content.
     """
 
     root: str
     """An absolute local path, or gs://bucket/prefix without a trailing slash."""
     durable: bool = True
-    """True if what a verb has done outlasts a loss of power. False is faster, for files whose checksums are compared
-    before anything is built on them; a bucket has no such choice."""
-    patience: float = timeouts.BUCKET
-    """Seconds without a good answer after which a bucket's request is given up."""
+    """True if finished writes outlast a loss of power. False is faster, for files whose checksums are compared before
+    anything is built on them; a bucket has no such choice."""
+    patience: float = 600.0
+    """Seconds without a good answer after which a bucket's request fails; real outages outlast the client's 120 s."""
 
     def address(self, path: str = "") -> str:
-        """The root joined with `path`, as `open_storage` takes it."""
+        """Return the root joined with `path`, as `open_storage` takes it."""
         below = clean_path(path)
         return f"{self.root.rstrip('/')}/{below}" if below else self.root
 
     def within(self, path: str) -> Storage:
-        """The storage whose root is `address(path)`."""
+        """Return the storage whose root is `address(path)`."""
         return replace(self, root=self.address(path))
 
     @abstractmethod
     def local_path(self, path: str = "") -> Path | None:
-        """The path on this machine that `address(path)` is; None for a bucket."""
+        """Return the path of `address(path)` on this machine; None for a bucket."""
 
     @abstractmethod
     def list(self, prefix: str = "") -> Names:
-        """Every file below the folder `prefix`, however deep, relative to the root and sorted; [] where there is none.
-
-        A file that is still being written is never listed.
-        """
+        """Return every file below the folder `prefix`, relative to the root and sorted; no unfinished ones."""
 
     @abstractmethod
     def inventory(self, prefix: str = "", *, odd: bool = False) -> Inventory:
-        """Return what `list` names, with sizes and checksums. A bucket is asked once for all; local files are read.
+        """Return the files of `list` with sizes and checksums: one request to a bucket; local files are read.
 
-        With `odd` objects of a bucket that no path spells (`a//b`, a line break) too; no verb takes those names.
+        With `odd`, include objects of a bucket that no path spells (`a//b`, a line break); no verb takes those names.
         """
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Return True if there is a file at `path`; a folder is not one."""
+        """Return whether there is a file at `path`; a folder is not one."""
 
     @abstractmethod
     def read(self, path: str, *, most: int = MOST_READ) -> bytes:
-        """The whole content; where it has more than `most` bytes, none of them is read (TooLarge)."""
+        """Return the content; a file of more than `most` bytes is not read (TooLarge)."""
 
     @abstractmethod
     def read_from(self, path: str, position: ReadCursor, *, most: int = MOST_READ) -> tuple[ReadCursor, bytes]:
-        """Return the bytes behind `position`, and where they begin: there, or at 0 if the file is another one by now.
+        """Return at most `most` bytes behind `position`, and where they begin: there, or at 0 if the file was replaced.
 
-        No byte is read that was read before, and none where the file has not changed. A bucket's checksum tells another
-        file from one that grew; of local files only a shorter one is known to be another. Where more than `most` bytes
-        are there, those are the first of them, and the checksum is compared when the last ones are read.
+        Nothing is read twice, or if the file has not changed. A bucket's checksum shows a replaced file, when the last
+        bytes are read; a local file is known to be replaced only if it is shorter.
         """
 
     @abstractmethod
     def write(self, path: str, data: bytes) -> ObjectInfo:
-        """Put `data` at `path`, replacing what is there. Folders need not be made first."""
+        """Put `data` at `path`, replacing any file. Folders need not be made first."""
 
     @abstractmethod
     def create(self, path: str, data: bytes) -> bool:
-        """Put `data` at `path` unless a file is there already; return whether it was put.
+        """Put `data` at `path` if no file exists; return whether it was put.
 
-        Of several callers at once exactly one puts its data, provided that theirs differ. A caller whose answer was
-        lost, and that asks again with the same data, is told True.
+        Of several callers at once exactly one puts its data, provided that theirs differ. A caller that repeats the
+        request because the answer was lost gets True.
         """
 
     @abstractmethod
     def stat(self, path: str) -> ObjectInfo:
-        """Size and checksum; a local file is read for it."""
+        """Return size and checksum; a local file is read for it."""
 
     @abstractmethod
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
-        """Put the content of a local file at `path`, replacing what is there.
+        """Put the content of a local file at `path`, replacing any file.
 
-        With `move`, `source` goes once its content is stored; on one file system this is a rename and copies nothing.
+        With `move`, `source` is removed once its content is stored; on one file system this is a rename.
         """
 
     @abstractmethod
     def download(self, path: str, target: Path) -> ObjectInfo:
-        """Put the file at `path` into the local file `target`, which only the whole, verified content replaces."""
+        """Put the file at `path` into the local file `target`, which only the complete, verified content replaces."""
 
     @abstractmethod
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
-        """Put the files `parts` behind one another at `path`, replacing what is there; the parts stay.
+        """Put the files `parts` behind one another at `path`, replacing any file; the parts stay.
 
-        No parts make an empty file. A bucket joins them by itself, and no bytes come through here. Nothing is done
-        where `path` holds those bytes already.
+        No parts make an empty file. A bucket joins them itself. Nothing is done if `path` has those bytes already.
         """
 
     @abstractmethod
     def move(self, folder: str, target: str) -> None:
-        """Put everything below `folder` below `target`, where nothing is yet: in one step, or file by file in a bucket.
-
-        A local folder has to be there; a bucket has none.
-        """
+        """Move an existing folder to `target`, which is empty: in one step, or file by file in a bucket."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
         """Remove the file at `path`, or everything below the folder; absent is success.
 
-        Manifests go first, so that a removal that is interrupted never leaves a directory that looks complete.
+        Manifests go first, so that an interrupted removal never leaves a directory that looks complete.
         """
 
     @abstractmethod
     def remove_unfinished(self) -> None:
-        """Remove what killed writers have left. One that is still at work has to begin anew (FileNotFoundError)."""
+        """Remove the partial files of killed writers. A live writer gets a FileNotFoundError and must begin again."""
 
 
 def is_remote(address: str) -> bool:
-    """Whether the address names a service by a scheme, known here or not, and so is no path of this machine."""
+    """Return whether the address has a scheme, supported or not, and so is not a path of this machine."""
     return "://" in address
 
 
@@ -189,7 +179,7 @@ def bucket_path(address: str) -> str | None:
 
 
 def clean_path(path: str) -> str:
-    """`path` without empty and `.` components; "" is the root."""
+    """Return `path` without empty and `.` components; "" is the root."""
     parts = [part for part in path.split("/") if part not in {"", "."}]
     if path.startswith("/") or ".." in parts:
         raise UserError(f"path {path!r} leaves the storage's root; give one relative to the root, without '..'")
@@ -201,17 +191,17 @@ def clean_path(path: str) -> str:
 
 
 def clean_file(path: str) -> str:
-    """`clean_path(path)`, which is not the root."""
-    if not (file := clean_path(path)):
+    """Return `clean_path(path)`; a UserError for the root."""
+    file = clean_path(path)
+    if not file:
         raise UserError(f"path {path!r} is the storage's root itself; name a file below it")
     return file
 
 
 def checked_remove_path(path: str) -> str:
-    """`path`, if it is spelt as our own code spells the files and folders that it makes, else UserError.
+    """Return `path` if it is clean and not the root, else raise UserError.
 
-    A name that is empty, or ends with a slash, was made of something that is no file of ours; what it would remove is
-    the folder above it.
+    An empty name, or one that ends with a slash, does not come from a file of ours: it would remove the folder above.
     """
     if clean_path(path) != path or not path:
         raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
@@ -219,7 +209,7 @@ def checked_remove_path(path: str) -> str:
 
 
 def is_partial(name: str) -> bool:
-    """Return True if a file of this name is still being made: no verb shows or takes it."""
+    """Return whether a file of this name is still being written: no verb shows or takes it."""
     return name.startswith(".") and name.endswith(".partial")
 
 
@@ -233,7 +223,7 @@ def absent(address: str) -> FileNotFoundError:
 
 
 def content_of(path: Path) -> tuple[int, str]:
-    """Size and crc32c of a local file."""
+    """Return size and crc32c of a local file."""
     with path.open("rb") as file:
         return copy_with_crc(file)
 
@@ -243,13 +233,13 @@ def crc32c_of(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """64 lower-case hex digits."""
+    """Return 64 lower-case hex digits."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 
 
 def copy_with_crc(source: BinaryIO, sink: BinaryIO | None = None) -> tuple[int, str]:
-    """Read `source` to its end, into `sink` if there is one: how many bytes it was, and their crc32c."""
+    """Copy `source` to its end into `sink`, if there is one; return the number of bytes and their crc32c."""
     size, crc32c = 0, 0
     while block := source.read(_BLOCK):
         if sink is not None:
@@ -260,7 +250,7 @@ def copy_with_crc(source: BinaryIO, sink: BinaryIO | None = None) -> tuple[int, 
 
 
 def combine_crc32c(path: str, parts: Iterable[ObjectInfo]) -> ObjectInfo:
-    """Size and checksum of `parts` behind one another, from theirs alone.
+    """Return size and checksum of `parts` behind one another, from those of the parts.
 
     A crc is a remainder of polynomials over GF(2): to put `size` bytes behind a text is to multiply its remainder by
     x^(8 size), and that of the bytes is added, which is xor.

@@ -532,4 +532,4 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         raise UserError(f"{address}: the bucket refused: {reason}") from None
     except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
         fix = "see whether a proxy sent it, then try again"
-        raise NetworkError(f"{address}: the answer is no bucket's ({one_line(error)})", fix=fix) from None
+        raise NetworkError(f"{address}: the answer is not a bucket's ({one_line(error)})", fix=fix) from None

@@ -179,7 +179,7 @@ REFUSED = [
         "set image.platform to linux/arm64",
     ),
     ("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
-    ("data.tokenizer={kind: file, path: pi.py}", "is no tokenizer, or cut short (Cannot"),
+    ("data.tokenizer={kind: file, path: pi.py}", "is not a tokenizer, or cut short (Cannot"),
     ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),
     (f"{HUGE_BATCH} | sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}}", "set sweep.max_parallel="),
 ]
@@ -240,4 +240,4 @@ def test_a_plan_says_what_of_a_corpus_is_not_read(tiny: Tiny, tmp_path: Path, co
     (folder / "again").symlink_to(folder)
     (told,) = (one for one in plan_of(tiny({"data.corpus.paths": [str(folder)]})).findings if "data." in one.code)
     assert (told.severity, told.code) == ("warning", "data.left-out")
-    assert f"{folder}/again is a link to {folder}, which it lies in" in told.what
+    assert f"{folder}/again is a link to {folder}, which contains it" in told.what

@@ -147,7 +147,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
             ({"tokenizer.json": definition[:-9]}, r"cut short \(.*EOF while parsing"),
             ({"tokenizer.json": definition, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
             ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
-            (spoilt, r"no tokenizer.*expected u32 at"),
+            (spoilt, r"not a tokenizer.*expected u32 at"),
             ({"tokenizer.json": POINTER}, "tokenizer.json of .* is a Git LFS pointer.*`git lfs pull`"),
             ({"tokenizer.json": definition, "tokenizer_config.json": POINTER}, "tokenizer_config.json of .* Git LFS"),
         ]

@@ -246,7 +246,7 @@ def test_linked_folder_is_read_once_and_dead_links_are_named(
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
         list_files(files(path), left_out := [])
         back = {"deep/self": deep, "deep/up": folder, "home": tmp_path}
-        above = [f"{folder}/{link} is a link to {target}, which it lies in" for link, target in back.items()]
+        above = [f"{folder}/{link} is a link to {target}, which contains it" for link, target in back.items()]
         assert sorted(left_out) == [f"{folder}/b.txt leads nowhere", *above]
 
 
