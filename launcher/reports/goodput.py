@@ -35,7 +35,7 @@ class Part(StrEnum):
     """The time from then until the last container began."""
     START = "start and end"
     """Processes that start, meet, load the model, and end: of the first life's beginning and the last one's end."""
-    GATE = "gate"
+    NETWORK_TEST = "network test"
     STAGE = "stage-in"
     FIRST_STEP = "first step"
     """The first step of each life, as far as it took longer than a usual one."""
@@ -215,7 +215,7 @@ def _spans(
             part = beginning
         elif later is None and any(row.get("kind") == "end" for row in rows):
             part = Part.COLLECTING
-        within = {Part.GATE: first.gate_seconds, Part.STAGE: first.stage_seconds}
+        within = {Part.NETWORK_TEST: first.gate_seconds, Part.STAGE: first.stage_seconds}
         yield _Span(first.ended, part, held, within)
     elif not lives:
         yield _Span(ended, Part.UNKNOWN, held)
@@ -240,7 +240,7 @@ def _count(platform: Mapping[str, Any], name: str) -> int:
 
 
 def _before_first_step(start: Row) -> dict[Part, float]:
-    return {Part.GATE: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)}
+    return {Part.NETWORK_TEST: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)}
 
 
 def _usd_per_hour(record: AttemptRecord, price: RecordedPrice | None) -> float:

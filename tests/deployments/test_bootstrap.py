@@ -47,15 +47,15 @@ def test_an_automation_of_before_is_brought_up_to_date_and_stays_off_where_its_u
 
     async def put() -> tuple[list[str], Any]:
         async with get_client() as client:
-            told = [await put_automation(client, before)]
+            reported = [await put_automation(client, before)]
             [made] = await client.read_automations_by_name(automation["name"])
             await client.pause_automation(made.id)
-            told += [await put_automation(client, automation) for _ in range(2)]
+            reported += [await put_automation(client, automation) for _ in range(2)]
             [found] = await client.read_automations_by_name(automation["name"])
-            return told, found
+            return reported, found
 
-    told, found = asyncio.run(put())
-    assert told == ["created", "updated", "there"]
+    reported, found = asyncio.run(put())
+    assert reported == ["created", "updated", "there"]
     assert (found.trigger.within.total_seconds(), found.enabled) == (1200, False)
 
 
@@ -64,13 +64,13 @@ def test_notices_are_off_until_there_is_an_address() -> None:
     from prefect.blocks.webhook import Webhook
     from prefect.client.orchestration import get_client
 
-    [notices] = [one for one in yaml.safe_load(AUTOMATIONS_FILE.read_text()) if one["name"] == "tell-of-bad-ends"]
+    [notices] = [entry for entry in yaml.safe_load(AUTOMATIONS_FILE.read_text()) if entry["name"] == "tell-of-bad-ends"]
 
     async def put() -> list[str]:
         async with get_client() as client:
-            told = [await put_automation(client, notices)]
+            reported = [await put_automation(client, notices)]
             await Webhook.model_validate({"url": "http://127.0.0.1:9"}).asave(NOTICES)
-            return told + [await put_automation(client, notices) for _ in range(2)]
+            return reported + [await put_automation(client, notices) for _ in range(2)]
 
     assert asyncio.run(put()) == ["off", "created", "there"]
 

@@ -29,12 +29,12 @@ SOURCE = {file: file.read_text() for package in PACKAGES for file in sorted((CHE
 
 def entries(principal: str, *parts: str) -> list[dict[str, Any]]:
     """The permissions of a principal: in all, or in these parts."""
-    return [one for part, listed in IAM[principal].items() if not parts or part in parts for one in listed]
+    return [entry for part, listed in IAM[principal].items() if not parts or part in parts for entry in listed]
 
 
 def methods(principal: str, part: str) -> set[str]:
     """The calls that the file names."""
-    return {method for one in entries(principal, part) for method in one.get("methods", ())}
+    return {method for entry in entries(principal, part) for method in entry.get("methods", ())}
 
 
 RESOURCE = re.compile(
@@ -109,7 +109,7 @@ def calls(files: str, receiver: str) -> set[str]:
     """The methods that the source calls on what ends with this name, as Google's APIs spell them."""
     nodes = [node for file in (CHECKOUT / "launcher").glob(files) for node in ast.walk(ast.parse(SOURCE[file]))]
     called = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
-    names = [one.attr for one in called if ast.unparse(one.value).endswith(receiver)]
+    names = [entry.attr for entry in called if ast.unparse(entry.value).endswith(receiver)]
     return {"".join(word.capitalize() for word in name.split("_")) for name in names}
 
 
@@ -123,7 +123,7 @@ def calls(files: str, receiver: str) -> set[str]:
     ],
 )
 def test_a_service_is_asked_for_what_the_file_names(part: str, service: str, files: str, receiver: str) -> None:
-    named = {one for one in methods("launcher", part) if one.startswith(f"{service.partition('.')[0]}.")}
+    named = {entry for entry in methods("launcher", part) if entry.startswith(f"{service.partition('.')[0]}.")}
     assert {f"{service}.{method}" for method in calls(files, receiver)} == named != set()
 
 
@@ -148,12 +148,12 @@ def test_roles_are_of_existing_platforms_or_images() -> None:
 
 def test_the_trainer_may_neither_submit_nor_push_nor_act_as_anybody() -> None:
     forbidden = re.compile(r"batch\.(jobs|tasks)|actAs|uploadArtifacts|container\.|setIamPolicy")
-    allowed = [one["permission"] for principal in ("trainer", "nodes") for one in entries(principal)]
-    assert [one for one in allowed if forbidden.search(one)] == []
+    allowed = [entry["permission"] for principal in ("trainer", "nodes") for entry in entries(principal)]
+    assert [entry for entry in allowed if forbidden.search(entry)] == []
 
 
 def test_only_roles_of_the_file_are_advised() -> None:
     pages = [*(CHECKOUT / "docs").glob("*.md"), CHECKOUT / "README.md", CHECKOUT / "deployments" / "rbac.yaml"]
-    known = {one["role"] for principal in PRINCIPALS for one in entries(principal)}
+    known = {entry["role"] for principal in PRINCIPALS for entry in entries(principal)}
     texts = [*SOURCE.values(), *(page.read_text() for page in pages)]
     assert {role for text in texts for role in re.findall(r"roles/[A-Za-z]+\.[A-Za-z.]*[A-Za-z]", text)} <= known

@@ -48,7 +48,7 @@ class Deployment(BaseModel, extra="forbid"):
 @cache
 def parsed() -> dict[str, Deployment]:
     """FLOW/DEPLOYMENT to what stands in the file."""
-    found = [Deployment.model_validate(one) for one in read_yaml(PREFECT_FILE)["deployments"]]
+    found = [Deployment.model_validate(entry) for entry in read_yaml(PREFECT_FILE)["deployments"]]
     return {f"{deployment.flow.name}/{deployment.name}": deployment for deployment in found}
 
 
@@ -56,8 +56,8 @@ def test_every_config_has_a_deployment_which_is_resumed_when_it_crashes() -> Non
     """The automation that reaps answers the cancellation of whatever has the tag `litgpt`, and is not reaped itself."""
     tags = {name: set(deployment.tags) for name, deployment in parsed().items()}
     assert "litgpt" not in tags.pop("reap/reap-local")
-    assert all(one >= {"litgpt", "resume-on-crash"} for one in tags.values())
-    configs = {step["config"] for one in parsed().values() for made in one.build for step in made.values()}
+    assert all(entry >= {"litgpt", "resume-on-crash"} for entry in tags.values())
+    configs = {step["config"] for entry in parsed().values() for made in entry.build for step in made.values()}
     assert configs == {path.name for path in CONFIGS.glob("*.yaml")}
 
 
@@ -76,15 +76,15 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
     deployment = parsed()[name]
     [step] = deployment.build
     inputs = step["deployments.bootstrap.settings"]
-    whole = KINDS[deployment.flow.name].model_validate(read_yaml(CONFIGS / inputs["config"])).model_dump(mode="json")
+    complete = KINDS[deployment.flow.name].model_validate(read_yaml(CONFIGS / inputs["config"])).model_dump(mode="json")
     made = {inputs.pop("id"): settings(**inputs)}
     stored = apply_values(deployment.parameters, made)
-    told = apply_values(deployment.description, made)
-    for command in re.findall(r"prefect deployment run .*(?=`)", told):
-        words = shlex.split(command)
-        assert (words[3], words[4]) == (name, "-p")
-        parameters_with(deployment.flow.name, stored, json.loads(words[5].removeprefix("overrides=")))
-    assert stored == {field: whole[field] for field in deployment.parameters}
+    shown = apply_values(deployment.description, made)
+    for command in re.findall(r"prefect deployment run .*(?=`)", shown):
+        query = shlex.split(command)
+        assert (query[3], query[4]) == (name, "-p")
+        parameters_with(deployment.flow.name, stored, json.loads(query[5].removeprefix("overrides=")))
+    assert stored == {field: complete[field] for field in deployment.parameters}
     schema = parameter_schema(deployment.flow).model_dump()
     validate(stored, schema, raise_on_error=True)
     # `overrides` is for the moment of submission; with everything else given, the form shows what will run.
@@ -96,7 +96,7 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
             # Prefect's form opens the first branch that has most of the names given, whatever the kind.
             branches = [sections[ref] for ref in refs]
             if branches:
-                opened = max(branches, key=lambda one: len(one["properties"].keys() & value.keys()))
+                opened = max(branches, key=lambda entry: len(entry["properties"].keys() & value.keys()))
                 assert opened["properties"]["kind"]["const"] == value["kind"], opened["title"]
 
 
@@ -107,16 +107,16 @@ def test_the_deployment_that_scores_asks_for_a_run_and_its_commands_are_ones_tha
     deployment = parsed()["evaluate/evaluate"]
     schema = parameter_schema(deployment.flow).model_dump()
     assert set(schema["required"]) - set(deployment.parameters) == {"run"}
-    told = dict(re.findall(r"`(train-litgpt evaluate|prefect deployment run) (.*)`", deployment.description))
-    name, *options = shlex.split(told["prefect deployment run"])
-    given = dict(one.split("=", 1) for one in options if one != "-p")
-    asked = json.loads(given["evaluation"])
+    shown = dict(re.findall(r"`(train-litgpt evaluate|prefect deployment run) (.*)`", deployment.description))
+    name, *options = shlex.split(shown["prefect deployment run"])
+    arguments = dict(entry.split("=", 1) for entry in options if entry != "-p")
+    requests = json.loads(arguments["evaluation"])
     assert name == "evaluate/evaluate"
-    validate({**deployment.parameters, **given, "evaluation": asked}, schema, raise_on_error=True)
-    for evaluation in (deployment.parameters["evaluation"], asked):
+    validate({**deployment.parameters, **arguments, "evaluation": requests}, schema, raise_on_error=True)
+    for evaluation in (deployment.parameters["evaluation"], requests):
         EvaluationConfig.model_validate(evaluation)
-    _, *words = shlex.split(told["train-litgpt evaluate"])
-    validated(EvaluationConfig, overrides_of(words), where="it")
+    _, *query = shlex.split(shown["train-litgpt evaluate"])
+    validated(EvaluationConfig, overrides_of(query), where="it")
 
 
 def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_what_is_in_the_checkout() -> None:
@@ -125,12 +125,12 @@ def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_wha
     template = json.loads((CHECKOUT / "deployments" / "kubernetes-pool.json").read_text())
     WorkPoolCreate(name="litgpt-gke", type="kubernetes", base_job_template=template)
     registry = Path(prefect.__file__).parent / "server/api/collections_data/views/aggregate-worker-metadata.json"
-    theirs = json.loads(registry.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
+    foreign = json.loads(registry.read_text())["prefect-kubernetes"]["kubernetes"]["default_base_job_configuration"]
     for part in ("job_configuration", "variables"):
-        assert template[part].keys() - {"required"} <= theirs[part].keys()
-    known, job = theirs["variables"]["properties"], template["job_configuration"]["job_manifest"]
+        assert template[part].keys() - {"required"} <= foreign[part].keys()
+    known, job = foreign["variables"]["properties"], template["job_configuration"]["job_manifest"]
     assert template["variables"]["properties"].keys() == known.keys() - {"cluster_config"}
-    theirs_job = theirs["job_configuration"]["job_manifest"]
+    theirs_job = foreign["job_configuration"]["job_manifest"]
     pod = theirs_job["spec"]["template"]["spec"]  # Prefect's has two fields of a Job here, which strict servers refuse
     theirs_job["spec"] |= {name: pod.pop(name) for name in ("parallelism", "completions")}
     assert job == theirs_job
@@ -138,7 +138,7 @@ def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_wha
     assert template["variables"]["properties"]["env"]["default"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     roles = list(yaml.safe_load_all((CHECKOUT / "deployments" / "rbac.yaml").read_text()))
     bound = [subject for role in roles for subject in role.get("subjects", ()) if subject["kind"] == "ServiceAccount"]
-    assert [one["name"] for one in bound] == [account, account]
+    assert [entry["name"] for entry in bound] == [account, account]
 
 
 def test_job_of_the_kubernetes_pool_passes_strict_validation() -> None:
@@ -176,7 +176,7 @@ def accepted(automation: dict[str, Any]) -> Any:
 
 
 def test_automations_are_ones_that_prefect_accepts() -> None:
-    found = {one["name"]: accepted(one) for one in yaml.safe_load(AUTOMATIONS_FILE.read_text())}
+    found = {entry["name"]: accepted(entry) for entry in yaml.safe_load(AUTOMATIONS_FILE.read_text())}
     names = ("crash-zombies", "resume-crashed", "reap-cancelled", "tell-of-bad-ends")
     zombies, crashed, cancelled, bad = (found[name].trigger for name in names)
     # A server that was away must not look like the death of orchestrators.
@@ -227,16 +227,16 @@ def exited(code: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "words", ["Process exited with status code:", "Flow run infrastructure exited with non-zero status code"]
+    "query", ["Process exited with status code:", "Flow run infrastructure exited with non-zero status code"]
 )
-def test_flow_run_that_cannot_begin_ends_after_its_first_crash(words: str) -> None:
+def test_flow_run_that_cannot_begin_ends_after_its_first_crash(query: str) -> None:
     """The flow's own limit of starts is never reached where its parameters, its imports or its folder are wrong."""
     for code in (1, 2, 77, 125, 127):
-        assert reactions_to(event_of("Crashed", words + exited(code), 0)) == {"end-unstartable", "tell-of-bad-ends"}
+        assert reactions_to(event_of("Crashed", query + exited(code), 0)) == {"end-unstartable", "tell-of-bad-ends"}
     for code in (-9, -15, 137, 143, 247):  # its machine was too full, or went away
-        assert reactions_to(event_of("Crashed", words + exited(code), 0)) == {"resume-killed", "tell-of-bad-ends"}
+        assert reactions_to(event_of("Crashed", query + exited(code), 0)) == {"resume-killed", "tell-of-bad-ends"}
     for code in (1, -9):  # also of a flow run whose server was away for too long
-        assert reactions_to(event_of("Crashed", words + exited(code))) == {"resume-crashed", "tell-of-bad-ends"}
+        assert reactions_to(event_of("Crashed", query + exited(code))) == {"resume-crashed", "tell-of-bad-ends"}
 
 
 @pytest.mark.parametrize(

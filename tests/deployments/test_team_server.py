@@ -36,14 +36,14 @@ def in_unit() -> dict[str, str]:
 
 
 def in_pods() -> dict[str, str]:
-    return {one["name"]: one["value"] for one in CONTAINER["env"]}
+    return {entry["name"]: entry["value"] for entry in CONTAINER["env"]}
 
 
-@pytest.mark.parametrize("given", [COMPOSE["x-prefect"]["environment"], in_unit(), in_pods()])
-def test_each_setting_is_one_that_prefect_knows(given: dict[str, str]) -> None:
+@pytest.mark.parametrize("arguments", [COMPOSE["x-prefect"]["environment"], in_unit(), in_pods()])
+def test_each_setting_is_one_that_prefect_knows(arguments: dict[str, str]) -> None:
     """Prefect says nothing of a variable that it does not know, and goes on without it."""
     redis = {f"PREFECT_REDIS_MESSAGING_{name.upper()}" for name in RedisMessagingSettings.model_fields}
-    assert {name for name in given if name.startswith("PREFECT_")} <= redis | _get_valid_setting_names(Settings)
+    assert {name for name in arguments if name.startswith("PREFECT_")} <= redis | _get_valid_setting_names(Settings)
 
 
 def test_a_server_has_the_prefect_of_its_workers_and_every_service_but_the_timetables_one_says_how_it_is() -> None:
@@ -57,8 +57,8 @@ def test_a_server_has_the_prefect_of_its_workers_and_every_service_but_the_timet
 
 def test_workers_in_a_cluster_are_started_as_those_of_a_machine() -> None:
     assert shape_troubles(WORKERS) == []
-    words = shlex.split(unit()["ExecStart"].removeprefix(f"{unit()['WorkingDirectory']}/.venv/bin/"))
-    assert CONTAINER["args"][: len(words) - 2] == words[:-2]
+    text = shlex.split(unit()["ExecStart"].removeprefix(f"{unit()['WorkingDirectory']}/.venv/bin/"))
+    assert CONTAINER["args"][: len(text) - 2] == text[:-2]
     assert in_pods() == in_unit()
 
 

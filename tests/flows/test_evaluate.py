@@ -39,8 +39,8 @@ def with_task(config: RunConfig, folder: Path, **more: Any) -> RunConfig:
         "doc_to_target": "{{goes_on}}", "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }  # fmt: skip
     (folder / "words.yaml").write_text(yaml.safe_dump(task))
-    asked = {"evaluation": {"tasks": ["words"], "task_folder": str(folder)}, **more}
-    return validated(RunConfig, overridden(config.model_dump(mode="json"), asked), where="it")
+    requests = {"evaluation": {"tasks": ["words"], "task_folder": str(folder)}, **more}
+    return validated(RunConfig, overridden(config.model_dump(mode="json"), requests), where="it")
 
 
 @needs_harness
@@ -59,10 +59,10 @@ def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own
     llm, nats = LLM.load(str(storage.local_path("final/litgpt")), distribute=None), list[float]()
     llm.distribute(accelerator="cpu", devices=1, precision="32-true")
     for text, goes_on in TEXTS:
-        known, whole = (llm.preprocessor.tokenizer.encode(one).long() for one in (text, text + goes_on))
+        known, complete = (llm.preprocessor.tokenizer.encode(entry).long() for entry in (text, text + goes_on))
         with torch.no_grad():
-            logits = llm.model(whole[None]).float().log_softmax(-1)[0]
-        nats.append(-sum(float(logits[at - 1, whole[at]]) for at in range(len(known), len(whole))))
+            logits = llm.model(complete[None]).float().log_softmax(-1)[0]
+        nats.append(-sum(float(logits[at - 1, complete[at]]) for at in range(len(known), len(complete))))
     assert math.log(scores["perplexity"].value) == pytest.approx(sum(nats) / len(nats), abs=1e-4)
     shown = f"{scores['perplexity'].value:.4f}"
     assert all(shown in storage.read(file).decode() for file in ("final/MODEL_CARD.md", "report.html"))
@@ -84,7 +84,7 @@ def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_
 ) -> None:
     config = with_task(trained.config, tmp_path, train={"evaluate_with": 1})
     run, every, notes = plan_run(config), config.train.checkpoint_every, list[Event]()
-    last, *before = [one.step for one in list_complete(run.storage)]
+    last, *before = [entry.step for entry in list_complete(run.storage)]
 
     async def follow() -> None:
         async with CheckpointScores(run) as scores:
@@ -94,23 +94,25 @@ def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_
 
     with Listener(notes.append):
         asyncio.run(follow())
-    *told, warned = [one for one in notes if isinstance(one, Note)]
+    *reported, warned = [entry for entry in notes if isinstance(entry, Note)]
     assert warned.severity == "warning"
     assert f"the checkpoint of step {1000 * every} has no scores" in warned.what
     if find_spec("lm_eval") is None:
         return
-    assert [one.what.partition(": words, ")[0] for one in told] == [f"step {step}" for step in before]
-    assert {one.step for one in evaluations(run.storage)} >= {*before}
+    assert [entry.what.partition(": words, ")[0] for entry in reported] == [f"step {step}" for step in before]
+    assert {entry.step for entry in evaluations(run.storage)} >= {*before}
     run_again(config)
-    [score] = [one for one in evaluations(run.storage, before[0])[0].scores if one.metric == "acc"]
+    [score] = [entry for entry in evaluations(run.storage, before[0])[0].scores if entry.metric == "acc"]
     assert f"{score} at step {before[0]}; " in run.storage.read("report.html").decode()
 
 
 def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[..., RunConfig]) -> None:
-    told = {one.code: one for one in plan_of(tiny({"evaluation": {"tasks": ["words"], "task_folder": "no"}})).findings}
-    assert "task_folder=no is not a folder" in told["evaluation.task_folder"].what
+    reported = {
+        entry.code: entry for entry in plan_of(tiny({"evaluation": {"tasks": ["words"], "task_folder": "no"}})).findings
+    }
+    assert "task_folder=no is not a folder" in reported["evaluation.task_folder"].what
     if find_spec("lm_eval") is None:
-        assert "train-litgpt[evaluate]" in str(told["evaluation.missing"].fix)
+        assert "train-litgpt[evaluate]" in str(reported["evaluation.missing"].fix)
     with pytest.raises(ConfigProblem, match=r"evaluation\.tasks"):
         tiny({"evaluation": {"tasks": []}})
     with pytest.raises(ConfigProblem, match=r"train.evaluate_with=2 needs tasks"):

@@ -42,7 +42,7 @@ def cancel(flow: Any, parameters: dict[str, Any], flow_run: UUID) -> None:
 
 
 def states(claim: Claim) -> list[JobState]:
-    return [one.status.state for one in claim.attempts.all()]
+    return [entry.status.state for entry in claim.attempts.all()]
 
 
 def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
@@ -80,12 +80,12 @@ def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_recor
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
     started = [running_job(trial.config, uuid4(), flow_run) for trial in trials(sweep)[:2]]  # the third has not begun
     place = Path(sweep.root) / "index" / min(claim.attempts.run for claim in started) / "1.json"
-    whole = place.read_bytes()
-    place.write_bytes(whole[:9])
+    complete = place.read_bytes()
+    place.write_bytes(complete[:9])
     with pytest.raises(DataError, match=re.escape(str(place))):
         cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
     assert len(platform.live()) == 1
-    place.write_bytes(whole)
+    place.write_bytes(complete)
     cancel(sweep_litgpt, sweep.model_dump(mode="json"), flow_run)
     assert platform.live() == []
 

@@ -37,24 +37,24 @@ from litgpt_demo.config import TrainConfig
 FLOWS = (train_litgpt, prepare_dataset, run_torchrun, sweep_litgpt, benchmark_network)
 
 
-@pytest.mark.parametrize("one", FLOWS, ids=lambda one: one.name)
-def test_a_flows_form_has_the_names_types_defaults_and_help_of_its_config(one: Flow[..., Any]) -> None:
-    kind = KINDS[one.name]
+@pytest.mark.parametrize("flow", FLOWS, ids=lambda flow: flow.name)
+def test_form_of_a_flow_has_the_fields_of_its_config(flow: Flow[..., Any]) -> None:
+    kind = KINDS[flow.name]
     config = kind.model_json_schema(ref_template="#/definitions/{model}")
-    fields = DATASET_FIELDS if one is prepare_dataset else tuple(kind.model_fields)
-    form = one.parameters.properties
+    fields = DATASET_FIELDS if flow is prepare_dataset else tuple(kind.model_fields)
+    form = flow.parameters.properties
     assert [*form] == ["overrides", *fields]
     for position, name in enumerate(fields, start=1):
         expected = {**config["properties"][name], "title": name, "position": position}
         expected["description"] = " ".join(expected["description"].split())
         assert form[name] == expected
-    assert one.parameters.required == config.get("required", [])
-    for name, section in one.parameters.definitions.items():
+    assert flow.parameters.required == config.get("required", [])
+    for name, section in flow.parameters.definitions.items():
         assert section == config["$defs"][name]
         titles = [field.get("title") for field in section.get("properties", {}).values()]
         assert None not in titles
         assert len(titles) == len({*titles}), "sections of one class are told apart"
-    assert "sweep" not in one.parameters.definitions.get("StartSettings", {}).get("properties", {}), "sweeps set it"
+    assert "sweep" not in flow.parameters.definitions.get("StartSettings", {}).get("properties", {}), "sweeps set it"
 
 
 @pytest.mark.usefixtures("prefect_api")
@@ -116,7 +116,7 @@ def test_a_flow_run_is_named_after_its_run_unless_a_person_has_named_it() -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "problem", "single"),
+    ("arguments", "problem", "single"),
     [
         ({"train": {"max_steps": 20}}, "train.warmup_steps=100 leaves nothing", '{"train.max_steps": 20}'),
         (
@@ -126,21 +126,21 @@ def test_a_flow_run_is_named_after_its_run_unless_a_person_has_named_it() -> Non
         ),
     ],
 )
-def test_a_section_that_cannot_be_used_names_overrides(given: dict[str, Any], problem: str, single: str) -> None:
+def test_a_section_that_cannot_be_used_names_overrides(arguments: dict[str, Any], problem: str, single: str) -> None:
     with pytest.raises(ParameterTypeError) as refused:
-        train_litgpt.validate_parameters(given)
+        train_litgpt.validate_parameters(arguments)
     assert problem in str(refused.value)
     assert f"-p 'overrides={single}'" in str(refused.value)
 
 
 def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    part, whole = TrainConfig(max_steps=200), TrainConfig.model_validate(TrainConfig().model_dump())
+    part, complete = TrainConfig(max_steps=200), TrainConfig.model_validate(TrainConfig().model_dump())
     events: list[Event] = []
     with Listener(events.append):
         warn_partial_sections({"train": part})  # in a file of one's own what is left out is meant to be a default
         monkeypatch.setattr("flows.parameters.deployed", lambda: True)
         stored = StartSettings.model_validate(StartSettings().model_dump())
-        warn_partial_sections({"train": whole, "other": TrainConfig(), "start": stored})
+        warn_partial_sections({"train": complete, "other": TrainConfig(), "start": stored})
         assert not events
         warn_partial_sections({"train": part})
     [warning] = [event.what for event in events if isinstance(event, Note)]
@@ -153,10 +153,10 @@ def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_ar
     with get_client(sync_client=True) as client:
         for flow, _, name in (full.partition("/") for full in names):
             client.create_deployment(client.create_flow_from_name(flow), name, description="What it does.\nHow.")
-    told = {full: one.description for full, one in list_deployments().items()}
-    assert [told[name] for name in names] == 4 * ["What it does.\nHow."]
-    for given, full in (("text", "prepare-dataset/text"), ("here", "train-litgpt/here"), (names[1], names[1])):
-        assert submit_deployment(given, {})[1] == full
+    shown = {full: flow.description for full, flow in list_deployments().items()}
+    assert [shown[name] for name in names] == 4 * ["What it does.\nHow."]
+    for arguments, full in (("text", "prepare-dataset/text"), ("here", "train-litgpt/here"), (names[1], names[1])):
+        assert submit_deployment(arguments, {})[1] == full
     with pytest.raises(ConfigProblem, match="several deployments; give one of prepare-dataset/both, train-litgpt/both"):
         submit_deployment("both", {})
     with pytest.raises(ConfigProblem, match="no deployment prepare-dataset/here; there are prepare-dataset/both"):
@@ -166,15 +166,15 @@ def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_ar
 @pytest.mark.usefixtures("prefect_api")
 def test_a_config_is_handed_to_a_deployment_of_its_flow_that_keeps_no_setting_of_its_own() -> None:
     kept = {"name": "theirs", "overrides": {"train.max_steps": 7}}
-    mine = validated(RunConfig, {"name": "mine", "platform": {"kind": "local", "nodes": 2}}, where="mine.yaml")
+    user_folder = validated(RunConfig, {"name": "mine", "platform": {"kind": "local", "nodes": 2}}, where="mine.yaml")
     with get_client(sync_client=True) as client:
         flow = client.create_flow_from_name("train-litgpt")
         for name, kind in (("a-gke", "gke"), ("b-local", "local"), ("c-local", "local"), ("d-named", "gke")):
             client.create_deployment(flow, name, parameters={**kept, "platform": {"kind": kind}})
-        for given, full in (("other", "train-litgpt/b-local"), ("d-named", "train-litgpt/d-named")):
-            flow_run, taken, _ = submit_config(mine, given)
+        for arguments, full in (("other", "train-litgpt/b-local"), ("d-named", "train-litgpt/d-named")):
+            flow_run, taken, _ = submit_config(user_folder, arguments)
             assert taken == full
             created = client.read_flow_run(UUID(flow_run))
-            assert config_from(RunConfig, created.parameters) == mine
+            assert config_from(RunConfig, created.parameters) == user_folder
         with pytest.raises(ConfigProblem, match=r"no deployment of benchmark-network; .* `train-litgpt deploy`"):
-            submit_config(BenchmarkConfig(platform=mine.platform), "net")
+            submit_config(BenchmarkConfig(platform=user_folder.platform), "net")

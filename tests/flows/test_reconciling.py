@@ -69,7 +69,7 @@ def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_th
 
 def reaped(root: Path) -> list[Reaped]:
     """What was found of this test's flow runs; the server has those of other tests."""
-    return [one for one in asyncio.run(reap_jobs()) if one.name.startswith(str(root))]
+    return [entry for entry in asyncio.run(reap_jobs()) if entry.name.startswith(str(root))]
 
 
 @pytest.mark.prefect
@@ -93,17 +93,17 @@ def test_the_automations_flow_asks_a_platform_again_that_is_away_just_then(
     tiny: Tiny, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else may look: the automation starts the flow once for each cancelled flow run."""
-    claim, asked, status = running_job(tiny(), flow_run_of(tiny(), Cancelled())), list[str](), platform.status
+    claim, requests, status = running_job(tiny(), flow_run_of(tiny(), Cancelled())), list[str](), platform.status
 
     def away(job_id: JobId) -> JobStatus:
-        asked.append(job_id)
-        if len(asked) == 1:
+        requests.append(job_id)
+        if len(requests) == 1:
             raise PlatformUnreachable("connection timed out")
         return status(job_id)
 
     monkeypatch.setattr(platform, "status", away)
-    told = asyncio.run(reap.with_options(retry_delay_seconds=0.01)())
-    assert any("was cancelled, but its job was still running; cancelled now: strict/" in line for line in told)
+    shown = asyncio.run(reap.with_options(retry_delay_seconds=0.01)())
+    assert any("was cancelled, but its job was still running; cancelled now: strict/" in line for line in shown)
     assert claim.attempts.live() is None
 
 
@@ -116,7 +116,7 @@ def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_a
     (tmp_path / "broken" / "index" / record.run / "1.json").write_text("{")
     claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     found = reaped(tmp_path)
-    assert any("1.json is not" in str(one.problem) for one in found)
+    assert any("1.json is not" in str(entry.problem) for entry in found)
     assert claim.attempts.live() is None
 
 

@@ -31,28 +31,30 @@ def _ends_well(platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(platform, "submit", ends_well)
 
 
-def ran(root: Path, script: str, **given: Any) -> Path:
+def ran(root: Path, script: str, **arguments: Any) -> Path:
     """The folder with the job's logs."""
-    one = LocalPlatformConfig(kind="local", nodes=1, processes=1)
-    return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), platform=one, **given)))
+    entry = LocalPlatformConfig(kind="local", nodes=1, processes=1)
+    return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), platform=entry, **arguments)))
 
 
 def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(tmp_path: Path) -> None:
-    (mine := tmp_path / "mine").mkdir()
-    (mine / "train.py").write_text("print('as it was')")
-    told, root, code = list[Event](), tmp_path / "root", CodeSettings(mount=str(mine))
-    with Listener(told.append):
+    (own := tmp_path / "mine").mkdir()
+    (own / "train.py").write_text("print('as it was')")
+    shown, root, code = list[Event](), tmp_path / "root", CodeSettings(mount=str(own))
+    with Listener(shown.append):
         first, second = (ran(root, "train.py", code=code) for _ in range(2))
-        (mine / "train.py").write_text("print('edited')")
+        (own / "train.py").write_text("print('edited')")
         edited = ran(root, "train.py", code=code)
     assert (first.parent, first.name, second.name) == (second.parent, "1", "2")
     assert edited.parent != first.parent
-    shipped = [one.what for one in told if isinstance(one, Note) and one.what.startswith("code: ")]
+    shipped = [entry.what for entry in shown if isinstance(entry, Note) and entry.what.startswith("code: ")]
     assert [note.endswith("(exists already)") for note in shipped] == [False, True, False]
     assert len([*(root / "code").iterdir()]) == 2
-    assert {one.step for one in told if isinstance(one, StepDone)} == {Step.IMAGE, Step.CREDENTIALS, Step.SCRIPT}
-    assert {one.steps for one in told if isinstance(one, FlowRunStarted)} == {SCRIPT_STEPS}
-    assert not [one for one in told if isinstance(one, Note) and one.what.startswith("logs: ")], "the command says it"
+    assert {entry.step for entry in shown if isinstance(entry, StepDone)} == {Step.IMAGE, Step.CREDENTIALS, Step.SCRIPT}
+    assert {entry.steps for entry in shown if isinstance(entry, FlowRunStarted)} == {SCRIPT_STEPS}
+    assert not [entry for entry in shown if isinstance(entry, Note) and entry.what.startswith("logs: ")], (
+        "the command says it"
+    )
 
 
 def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -71,8 +73,8 @@ def test_a_live_job_is_followed_though_its_script_and_the_access_to_its_platform
     tmp_path: Path, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (script := tmp_path / "train.py").touch()
-    one = LocalPlatformConfig(kind="local", nodes=1, processes=1)
-    claim = claim_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=one))
+    entry = LocalPlatformConfig(kind="local", nodes=1, processes=1)
+    claim = claim_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=entry))
     job_id = StrictPlatform.submit(platform, platform.render(claim.job_of(claim.reattach_or_create())))
     script.unlink()
     platform.followed[job_id] = JobState.SUCCEEDED

@@ -69,25 +69,23 @@ def swept(
     ) -> list[dict[str, Any]]:
         shutil.copy(corpus, own)
         monkeypatch.setattr(module, "train_litgpt", SimpleNamespace(with_options=lambda **_: train))
-        whole = tiny({"data.corpus.paths": [str(own)], "platform.usd_per_hour": 10}).model_dump()
-        given = {**whole, "evaluation": evaluation, "sweep": {"grid": grid, "max_parallel": 2} | sweep}
-        config = SweepConfig.model_validate(given)
+        full = tiny({"data.corpus.paths": [str(own)], "platform.usd_per_hour": 10}).model_dump()
+        arguments = {**full, "evaluation": evaluation, "sweep": {"grid": grid, "max_parallel": 2} | sweep}
+        config = SweepConfig.model_validate(arguments)
         return asyncio.run(sweep_litgpt(**dict(config)))
 
     return run
 
 
-def test_trials_share_the_dataset_and_a_failing_one_does_not_end_the_others_and_the_best_runs_as_it_is(
-    swept: Swept, trained: list[RunConfig], tmp_path: Path
-) -> None:
+def test_failed_trial_does_not_end_the_others(swept: Swept, trained: list[RunConfig], tmp_path: Path) -> None:
     table = swept({"train.learning_rate": [0.03, DIVERGES, 0.01]})
     assert [row["validation loss"] for row in table] == ["0.0100", "0.0300", ""]
     assert "user error" in table[2]["ended"]
     assert len([*(tmp_path / "datasets").iterdir()]) == 1
     [written] = tmp_path.glob("sweeps/*/best.yaml")
     [best] = [config for config in trained if config.train.learning_rate == 0.01]
-    there = RunConfig.model_validate(read_yaml(written))
-    assert there == best.model_copy(update={"start": there.start})
+    present = RunConfig.model_validate(read_yaml(written))
+    assert present == best.model_copy(update={"start": present.start})
     assert "learning_rate: 0.01" in artifact(f"best-{written.parent.name}")
     assert "user error" in artifact(f"sweep-{written.parent.name}")
 
@@ -123,20 +121,18 @@ def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_which_there_are(
-    swept: Swept, tmp_path: Path, harness: None
-) -> None:
+def test_best_trial_has_the_best_score(swept: Swept, tmp_path: Path, harness: None) -> None:
     """Each trial's accuracy is its learning rate, which is its validation loss too."""
 
     async def train(**groups: Any) -> Any:
         config = RunConfig(**groups)
-        rate, asked = config.train.learning_rate, config.evaluation
-        assert asked is not None
+        rate, queries = config.train.learning_rate, config.evaluation
+        assert queries is not None
         final: Any = SimpleNamespace(validation_loss=rate, step=8, files=())
         score = Score(task="words", metric="acc", value=rate, error=None, samples=3, few_shot=0)
-        made = Evaluation(step=8, asked=asked, scores=(score,), versions={})
+        made = Evaluation(step=8, asked=queries, scores=(score,), versions={})
         run = await asyncio.to_thread(plan_run, config)
-        run.storage.write(place_of(final, asked), with_checksum(made.model_dump_json(indent=1).encode(), "record"))
+        run.storage.write(place_of(final, queries), with_checksum(made.model_dump_json(indent=1).encode(), "record"))
         return final
 
     grid, objectives = {"train.learning_rate": [0.01, 0.03]}, ["evaluation.words.acc", "tokens_per_second"]
@@ -150,7 +146,7 @@ def test_the_best_trial_is_the_one_with_the_best_score_and_one_without_it_says_w
         swept(grid, train, evaluation={"tasks": ["words"]}, objectives=["evaluation.hellaswag.acc"])
 
 
-def test_a_trial_that_falls_behind_is_cancelled_and_its_row_says_where(swept: Swept, tmp_path: Path) -> None:
+def test_trial_that_falls_behind_is_cancelled_with_its_step(swept: Swept, tmp_path: Path) -> None:
     """Each trial tells its seed as the validation loss, and ends when its run is asked to. One tells it at its end."""
 
     async def train(**groups: Any) -> Any:
@@ -304,30 +300,30 @@ def test_no_trial_begins_once_the_budget_is_spent(
     swept: Swept, trained: list[RunConfig], monkeypatch: pytest.MonkeyPatch, budget: dict[str, float], trials: int
 ) -> None:
     """Each trial takes an hour of one process, which costs $10."""
-    told = module.outcome_of
-    monkeypatch.setattr(module, "outcome_of", lambda *one, **more: replace(told(*one, **more), hours=1, usd=10))
+    original = module.outcome_of
+    monkeypatch.setattr(module, "outcome_of", lambda *args, **more: replace(original(*args, **more), hours=1, usd=10))
     table = swept({"train.seed": [1, 2, 3, 4]}, max_parallel=1, **budget)
     assert (len(table), len(trained)) == (trials, trials)
     assert {row["cost"] for row in table} == {"$10.00"}
 
 
-def test_what_trials_that_still_run_have_spent_counts_too(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spending_of_running_trials_counts(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first goes on until somebody asks what it has spent after the second one's end: enough for no third."""
-    begun, ended, asked = list[int](), list[int](), list[int]()
+    begun, ended, queries = list[int](), list[int](), list[int]()
 
     async def train(**groups: Any) -> Any:
         begun.append(seed := RunConfig(**groups).train.seed)
         if seed == 1:
-            await asyncio.to_thread(until, lambda: asked or 3 in begun)
+            await asyncio.to_thread(until, lambda: queries or 3 in begun)
         ended.append(seed)
         return SimpleNamespace(validation_loss=float(seed))
 
     def outcome_of(trial: Any, *more: Any, **others: Any) -> Any:
         spent = trial.config.train.seed == 1 and bool(ended)
-        asked.extend([1] * spent)
-        return replace(told(trial, *more, **others), usd=30 if spent else 1)
+        queries.extend([1] * spent)
+        return replace(original(trial, *more, **others), usd=30 if spent else 1)
 
-    told = module.outcome_of
+    original = module.outcome_of
     monkeypatch.setattr(module, "outcome_of", outcome_of)
     swept({"train.seed": [1, 2, 3]}, train, max_usd=20)
     assert sorted(begun) == [1, 2]

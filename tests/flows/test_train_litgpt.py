@@ -75,21 +75,24 @@ def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(tr
     assert "Training: tokens" in artifact(f"dataset-figures-{dataset}")
     assert "xychart-beta" in artifact(f"dataset-lengths-{dataset}")
     assert "8\N{NO-BREAK SPACE}of\N{NO-BREAK SPACE}8" in artifact(f"training-{run.name}")
-    assert all(words in artifact(f"report-{run.name}") for words in ("xychart-beta", "Validation loss"))
+    assert all(text in artifact(f"report-{run.name}") for text in ("xychart-beta", "Validation loss"))
 
 
 def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_events(trained: Any) -> None:
     [flow_run] = [event.id for event in trained.events if isinstance(event, FlowRunStarted)]
     run = plan_run(trained.config)
-    mine = {"resource": {"id": [f"train-litgpt.run.{run.name}"]}, "order": "ASC"}
+    event_filter = {"resource": {"id": [f"train-litgpt.run.{run.name}"]}, "order": "ASC"}
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(UUID(flow_run))
 
-        def told() -> list[dict[str, Any]]:
-            return client.request("POST", "/events/filter", json={"filter": mine, "limit": 50}).json()["events"]
+        def events_of_run() -> list[dict[str, Any]]:
+            return client.request("POST", "/events/filter", json={"filter": event_filter, "limit": 50}).json()["events"]
 
-        until(lambda: [one["event"] for one in told()][-1:] == ["train-litgpt.run.finished"])
-        events = [(one["event"].removeprefix("train-litgpt."), one["payload"], one["related"]) for one in told()]
+        until(lambda: [entry["event"] for entry in events_of_run()][-1:] == ["train-litgpt.run.finished"])
+        events = [
+            (entry["event"].removeprefix("train-litgpt."), entry["payload"], entry["related"])
+            for entry in events_of_run()
+        ]
     assert [state.name for state in states if state.is_running()] == ["Running", "Training", "Collecting"]
     assert states[-1].is_completed()
     assert [event for event, *_ in events] == [
@@ -99,7 +102,7 @@ def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_even
     assert (started, ended["verdict"], ended["again"]) == ({"attempt": 1, "platform": "local"}, "succeeded", False)
     assert ((first["step"], last["step"]), finished["step"]) == ((4, 8), 8)
     assert 0 < last["loss"] < first["loss"]
-    related = {one["prefect.resource.id"] for *_, resources in events[:1] for one in resources}
+    related = {entry["prefect.resource.id"] for *_, resources in events[:1] for entry in resources}
     assert {f"prefect.flow-run.{flow_run}", f"train-litgpt.root.{run.root.address()}"} <= related
 
 
@@ -124,8 +127,8 @@ def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
     monkeypatch.setattr("tasks.preflight.prepare_image", build)
     with Listener(events.append), pytest.raises(ConfigProblem, match="the registry refuses it"):
         asyncio.run(train_litgpt(**dict(tiny())))
-    told = [event.what for event in events if isinstance(event, Note) and event.severity == "error"]
-    assert told == ["the image could not be built; the step in parallel is stopped, and its finished work is kept"]
+    shown = [event.what for event in events if isinstance(event, Note) and event.severity == "error"]
+    assert shown == ["the image could not be built; the step in parallel is stopped, and its finished work is kept"]
     assert reused(events) == {}
 
 
@@ -146,8 +149,8 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     folder = plan_run(trained.config).storage.address("final/litgpt")
 
     def continued(**changes: Any) -> RunConfig:
-        asked = {"name": "continued", "model.init_from": folder, **changes}
-        return validated(RunConfig, overridden(trained.config.model_dump(mode="json"), asked), where="it")
+        requests = {"name": "continued", "model.init_from": folder, **changes}
+        return validated(RunConfig, overridden(trained.config.model_dump(mode="json"), requests), where="it")
 
     async def refused(claim: Any, **_: Any) -> None:
         claim.reattach_or_create()
@@ -159,11 +162,11 @@ def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the
     with pytest.raises(JobCancelled, match="no job is begun here"):
         run_again(continued())
     run = plan_run(continued())
-    origin, told = run.origin, read_spec(run.storage.within("attempts/1")).origin
-    assert (origin.name, told.address) == (folder, run.root.address(f"weights/{origin.content_hash}"))
+    origin, shown = run.origin, read_spec(run.storage.within("attempts/1")).origin
+    assert (origin.name, shown.address) == (folder, run.root.address(f"weights/{origin.content_hash}"))
     assert run.key != plan_run(trained.config).key
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}
-    findings = " ".join(one.what for one in plan_of(continued(**wrong)).findings)
+    findings = " ".join(finding.what for finding in plan_of(continued(**wrong)).findings)
     assert "data.tokenizer will be trained on the corpus, but the weights of model.init_from know" in findings
     assert "n_head 4, and the weights of" in findings
 

@@ -39,11 +39,11 @@ def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and
 ) -> None:
     looks: list[None] = []
 
-    def look(*given: Any) -> DatasetManifest | None:
+    def look(*arguments: Any) -> DatasetManifest | None:
         looks.append(None)
         if len(looks) == 1:
             raise ConnectionError("reset by peer")
-        return finished_dataset(*given)
+        return finished_dataset(*arguments)
 
     monkeypatch.setattr(dataset, "finished_dataset", look)
     monkeypatch.setattr(dataset.prepare_dataset, "retry_delay_seconds", [0, 0, 0])

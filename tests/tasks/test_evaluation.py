@@ -53,8 +53,8 @@ def test_failed_evaluation_keeps_its_class_with_its_output(
     error = "OutOfMemoryError: no room"
     assert str(failed.value) == f"out of memory: {error}; all that it printed is in {run.address(log)}"
     assert run.read(log).decode() == f"{ASKED.model_dump_json()} offline=1 [secure]\n{error}\n"
-    assert [one.fraction for one in events if isinstance(one, StepProgress)][:2] == [0.5, 1.0]
-    assert any("the Hugging Face Hub cannot be reached" in one.what for one in events if isinstance(one, Note))
+    assert [entry.fraction for entry in events if isinstance(entry, StepProgress)][:2] == [0.5, 1.0]
+    assert any("the Hugging Face Hub cannot be reached" in entry.what for entry in events if isinstance(entry, Note))
     assert evaluations(run) == []
 
 
@@ -65,7 +65,7 @@ def test_a_model_larger_than_the_memory_is_not_scored(run: Storage, monkeypatch:
         asyncio.run(_evaluated(run, ASKED, PLACE, parameters=7_000_000_000))
 
 
-def test_an_evaluation_of_no_run_makes_no_folder(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_of_no_run_makes_no_folder(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.evaluation.check_evaluation", lambda _: ())
     with pytest.raises(UserError, match="does not exist"):
         asyncio.run(evaluate.fn(run.address(), ASKED))

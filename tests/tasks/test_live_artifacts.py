@@ -53,12 +53,12 @@ def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.
         kept.append(table)
 
     monkeypatch.setattr("tasks.preflight.acreate_table_artifact", keep)
-    said = [f"https://bucket.example/a?X-Goog-Signature={SECRET}&b=1", f"Authorization: Bearer {SECRET}"]
-    findings = [Finding("error", "planted.url", one, f"ask again: {one}") for one in said]
-    with pytest.raises(ConfigProblem) as told:
+    message = [f"https://bucket.example/a?X-Goog-Signature={SECRET}&b=1", f"Authorization: Bearer {SECRET}"]
+    findings = [Finding("error", "planted.url", entry, f"ask again: {entry}") for entry in message]
+    with pytest.raises(ConfigProblem) as reported:
         asyncio.run(report_findings.fn(lambda: findings, artifact="planted"))
     assert "[secure]" in str(kept)
-    assert leaks(f"{kept} {told.value}", SECRET) == []
+    assert leaks(f"{kept} {reported.value}", SECRET) == []
 
 
 @pytest.mark.parametrize(

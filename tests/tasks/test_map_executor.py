@@ -62,12 +62,12 @@ def test_a_share_that_fails_once_is_tried_again_by_itself(monkeypatch: pytest.Mo
 def test_a_worker_that_is_lost_is_no_mistake_of_the_users(
     workers: Workers, lost: Exception, fault: FailureClass
 ) -> None:
-    with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as told:
+    with pytest.raises(LauncherError, match=r"a worker was lost.*run again") as shown:
         MapExecutor(workers)._result(Mock(result=Mock(side_effect=lost)))
-    assert told.value.fault is fault
+    assert shown.value.fault is fault
 
 
-def test_what_is_stopped_ends_with_the_item_in_hand(tmp_path: Path) -> None:
+def test_stopped_executor_ends_with_the_item_at_hand(tmp_path: Path) -> None:
     with MapExecutor(ONE) as executor:
 
         def slow(number: int) -> int:

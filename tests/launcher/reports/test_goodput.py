@@ -67,10 +67,10 @@ def seconds(made: Ledger) -> dict[str, float]:
     return {part.value: round(spent, 3) for part, spent in made.seconds.items() if spent}
 
 
-def test_every_second_of_an_undisturbed_run_has_its_part_and_its_price() -> None:
+def test_every_second_of_a_run_has_its_part_and_price() -> None:
     made = ledger([UNDISTURBED], ROWS, PRICE)
     assert seconds(made) == {
-        "queue": 60.0, "image pull": 30.0, "network_test": 5.0, "stage-in": 15.0, "first step": 10.0, "training": 20.0,
+        "queue": 60.0, "image pull": 30.0, "network test": 5.0, "stage-in": 15.0, "first step": 10.0, "training": 20.0,
         "evaluation": 4.0, "checkpoint stall": 6.5, "start and end": 34.5,
     }  # fmt: skip
     collects = attempt(2, 185, found=190, pulled=195, node=(195, 285), ended=285)
@@ -98,14 +98,14 @@ def local_of(usd: float | None) -> dict[str, Any]:
     return {"kind": "local", "nodes": 2, "processes": 4, "usd_per_hour": usd}
 
 
-def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_restart() -> None:
+def test_repeated_training_is_lost_work() -> None:
     """The first attempt saved step 5, fell in step 9, and the second one went on from 5."""
     fallen = attempt(1, 0, found=60, pulled=90, node=(100, 171), ended=172, fell=168)
     again = attempt(2, 180, found=182, pulled=185, node=(190, 298), ended=300)
     lost = [row("step", 6, 62.5, step_seconds=2.0), row("evaluation", 6, 64.5, seconds=2.0)]
     made = ledger([fallen, again], [*ROWS[:7], *lost, *steps(2, 190, 6, 10), row("end", 10, 60.0)])
     assert seconds(made) == {
-        "queue": 62.0, "image pull": 33.0, "network_test": 10.0, "stage-in": 30.0, "first step": 20.0, "training": 20.0,
+        "queue": 62.0, "image pull": 33.0, "network test": 10.0, "stage-in": 30.0, "first step": 20.0, "training": 20.0,
         "checkpoint stall": 0.5,
         "lost work": 7.5,  # from 160.5, when step 5 was saved, to 168, when the rank fell
         "restart": 4.0 + 8.0 + 5.0 + 20.0,  # to the end, to the next record, to its node, to its first step
@@ -113,7 +113,7 @@ def test_what_was_trained_again_is_lost_and_what_it_took_to_come_back_is_the_res
     }  # fmt: skip
 
 
-def test_what_nobody_recorded_is_unknown() -> None:
+def test_unrecorded_time_is_unknown() -> None:
     """A platform that tells no times, and an end that somebody saw a day later."""
     late = AttemptEnd(state=JobState.FAILED, native="", ended=None, seen=DAY + 86_400)
     made = ledger([replace(UNDISTURBED, end=late, reports=[])], ROWS[:3])
@@ -123,8 +123,8 @@ def test_what_nobody_recorded_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("hour", [-3600.0, 3600.0])
-def test_a_clock_that_was_set_by_an_hour_between_two_machines_books_nothing_twice(hour: float) -> None:
-    told = attempt(1, 0, found=60, pulled=90, node=(100 + hour, 183 + hour), ended=185)
-    made = ledger([told], [{**ROWS[0], "node_started": DAY + 100 + hour}, *ROWS[1:]])
+def test_clock_set_by_an_hour_books_nothing_twice(hour: float) -> None:
+    shown = attempt(1, 0, found=60, pulled=90, node=(100 + hour, 183 + hour), ended=185)
+    made = ledger([shown], [{**ROWS[0], "node_started": DAY + 100 + hour}, *ROWS[1:]])
     assert all(spent >= 0 for spent in made.seconds.values())
     assert sum(made.seconds.values()) == pytest.approx(made.wall)

@@ -41,7 +41,9 @@ def training(steps: int = 40) -> list[dict[str, Any]]:
     start = {"kind": "start", "step": 0, "steps": 40, "tokens_per_step": 512, "world_size": 2}
     pace = {"learning_rate": 1e-3, "tokens_per_second": 12_345.0, "step_seconds": 0.04}
     numbers = range(1, steps + 1)
-    rows = [{"kind": "step", "step": one, "loss": 4.0 + 6.0 / one, "tokens": one * 512, **pace} for one in numbers]
+    rows = [
+        {"kind": "step", "step": entry, "loss": 4.0 + 6.0 / entry, "tokens": entry * 512, **pace} for entry in numbers
+    ]
     evaluation = {"kind": "evaluation", "step": steps, "validation_loss": 4.5, "seconds": 1.0}
     return [start, *rows[:20], {**start, "step": 19}, *rows[20:], evaluation]
 
@@ -107,11 +109,11 @@ def test_the_page_needs_nothing_but_itself_and_is_the_same_each_time() -> None:
 
 def test_the_page_and_the_markdown_tell_outcome_figures_curves_and_sample() -> None:
     page, text = Page(html(a_report())), markdown(a_report())
-    for words in (
+    for query in (
         "Finished", "2.7726", "20,480", "12,345 tok/s", "3 min 20 s", "40 of 40", "/data/datasets/stdlib-0123456789",
         "/data/runs/gpt-0f1e2d3c4b/final/huggingface", "70af7e1 with uncommitted changes",
     ):  # fmt: skip
-        assert words in page.prose
+        assert query in page.prose
     labels = [str(value).partition(",")[0] for name, value in page.attributes if name == "aria-label"]
     assert set(labels) == {"Loss", "Learning rate", "Throughput"}
     assert text.count("```mermaid") == 2
@@ -133,19 +135,19 @@ def test_the_outcome_says_how_far_the_run_came() -> None:
 @given(name=TEXT, sample=TEXT, setting=TEXT)
 @settings(max_examples=60)
 def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
-    told = a_report(
+    reported = a_report(
         rows=[], name=name, address=f"/data/runs/{name}", final=final(prompt=name, sample=sample),
         dataset=dataset(name=name.encode(errors="replace").decode()),
         identity=SoftwareIdentity(image=name, packages={setting: name}, commit=setting, dirty=False),
         config={"name": setting, "model": {"name": setting}, setting: [setting]},
     )  # fmt: skip
-    page = html(told)
+    page = html(reported)
     found, expected = Page(page), Page(html(a_report(rows=[])))
     structure = [tag for tag in found.tags if tag not in ("tr", "th", "td", "code")]
     assert structure == [tag for tag in expected.tags if tag not in ("tr", "th", "td", "code")]
     page.encode()
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", page)
-    text = markdown(told)
+    text = markdown(reported)
     text.encode()
     [cells] = [line for line in text.splitlines() if line.startswith("| Name |")]
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", cells)) == 3

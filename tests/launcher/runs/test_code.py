@@ -26,7 +26,7 @@ Mounted = Callable[..., ScriptConfig]
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def user_folder(tmp_path: Path) -> Path:
     """A folder of code: a script that imports a second file."""
     folder = tmp_path / "mine"
     (folder / "lib").mkdir(parents=True)
@@ -36,9 +36,9 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mounted(mine: Path, tmp_path: Path) -> Mounted:
+def mounted(user_folder: Path, tmp_path: Path) -> Mounted:
     def make(**changes: Any) -> ScriptConfig:
-        document = {"script": "train.py", "code": {"mount": str(mine)}, "root": str(tmp_path / "out"), **changes}
+        document = {"script": "train.py", "code": {"mount": str(user_folder)}, "root": str(tmp_path / "out"), **changes}
         return validated(ScriptConfig, document, where="test")
 
     return make
@@ -60,23 +60,23 @@ def ignoring(folder: Path, rules: str) -> Path:
     return folder
 
 
-def test_the_same_files_are_the_same_archive_wherever_and_whenever_they_lie(mine: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(mine, tmp_path / "checkout")
-    os.utime(other / "train.py", (1, 1))
-    assert packed(mine) == packed(other)
-    assert names(mine) == ["lib/second.py", "train.py"]
+def test_the_same_files_are_the_same_archive_wherever_and_whenever_they_lie(user_folder: Path, tmp_path: Path) -> None:
+    second_folder = shutil.copytree(user_folder, tmp_path / "checkout")
+    os.utime(second_folder / "train.py", (1, 1))
+    assert packed(user_folder) == packed(second_folder)
+    assert names(user_folder) == ["lib/second.py", "train.py"]
 
 
-def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_code(mine: Path) -> None:
-    root = mine / "out[1]"
-    before = packed(mine, root)
+def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_code(user_folder: Path) -> None:
+    root = user_folder / "out[1]"
+    before = packed(user_folder, root)
     root.mkdir()
     (root / "metrics.jsonl").write_text("{}")
-    assert packed(mine, root) == before
-    (mine / "train.bin").write_text("large")
-    assert names(ignoring(mine, "*.bin\n"), root) == ["lib/second.py", "train.py"]
+    assert packed(user_folder, root) == before
+    (user_folder / "train.bin").write_text("large")
+    assert names(ignoring(user_folder, "*.bin\n"), root) == ["lib/second.py", "train.py"]
     with pytest.raises(ConfigProblem, match=r"and code\.mount are one folder"):
-        packed(mine, mine)
+        packed(user_folder, user_folder)
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,11 @@ def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_
         ".s3cfg", ".condarc", "store.jks", ".streamlit/secrets.toml", ".config/gcloud/credentials.db",
     ],
 )  # fmt: skip
-def test_what_looks_like_a_secret_never_ships_whatever_the_ignore_file_brings_back(mine: Path, secret: str) -> None:
-    (mine / secret).parent.mkdir(exist_ok=True, parents=True)
-    (mine / secret).write_text("hunter2")
+def test_secrets_never_ship_despite_the_ignore_file(user_folder: Path, secret: str) -> None:
+    (user_folder / secret).parent.mkdir(exist_ok=True, parents=True)
+    (user_folder / secret).write_text("hunter2")
     for rules in ("", "*\n!lib\n!train.py\n", "!**\n"):
-        assert names(ignoring(mine, rules)) == ["lib/second.py", "train.py"]
+        assert names(ignoring(user_folder, rules)) == ["lib/second.py", "train.py"]
 
 
 @pytest.mark.parametrize(
@@ -102,44 +102,44 @@ def test_what_looks_like_a_secret_never_ships_whatever_the_ignore_file_brings_ba
         '{"type": "service_account", "private_key": "x"}', '{\n  "refresh_token": "x",\n  "type": "authorized_user"\n}',
     ],
 )  # fmt: skip
-def test_a_key_is_refused_by_the_name_of_its_file_whatever_that_is(mine: Path, key: str) -> None:
-    (mine / "my-proj-1234567890ab.json").write_bytes(key.encode())
+def test_a_key_is_refused_by_the_name_of_its_file_whatever_that_is(user_folder: Path, key: str) -> None:
+    (user_folder / "my-proj-1234567890ab.json").write_bytes(key.encode())
     with pytest.raises(ConfigProblem, match=r"my-proj-1234567890ab\.json holds a private key.* name it in \.dockerig"):
-        packed(mine)
-    (mine / "keys.py").write_text("if text.startswith('-----BEGIN PRIVATE KEY-----'): print('a key')")
-    assert "keys.py" in names(ignoring(mine, "my-proj-*")), "code that only speaks of keys ships"
+        packed(user_folder)
+    (user_folder / "keys.py").write_text("if text.startswith('-----BEGIN PRIVATE KEY-----'): print('a key')")
+    assert "keys.py" in names(ignoring(user_folder, "my-proj-*")), "code that only speaks of keys ships"
 
 
 @pytest.mark.parametrize("secret", [".env", "lib/tls.key", ".git/config"])
-def test_a_link_to_a_secret_ships_it_under_no_other_name(mine: Path, secret: str) -> None:
-    (mine / secret).parent.mkdir(exist_ok=True)
-    (mine / secret).write_text("hunter2")
-    (mine / "settings.txt").symlink_to(secret)
+def test_a_link_to_a_secret_ships_it_under_no_other_name(user_folder: Path, secret: str) -> None:
+    (user_folder / secret).parent.mkdir(exist_ok=True)
+    (user_folder / secret).write_text("hunter2")
+    (user_folder / "settings.txt").symlink_to(secret)
     with pytest.raises(ConfigProblem, match=r"settings\.txt is a link to .*put the file there, or name the link"):
-        packed(mine)
-    assert b"hunter2" not in packed(ignoring(mine, "settings.txt")).content
+        packed(user_folder)
+    assert b"hunter2" not in packed(ignoring(user_folder, "settings.txt")).content
 
 
-def test_only_a_link_to_a_file_that_ships_itself_ships(mine: Path) -> None:
-    (mine / "again.py").symlink_to("train.py")
-    assert names(mine) == ["again.py", "lib/second.py", "train.py"]
-    for kept in (mine.parent / "outside", ignoring(mine, "notes.txt") / "notes.txt"):
+def test_only_a_link_to_a_file_that_ships_itself_ships(user_folder: Path) -> None:
+    (user_folder / "again.py").symlink_to("train.py")
+    assert names(user_folder) == ["again.py", "lib/second.py", "train.py"]
+    for kept in (user_folder.parent / "outside", ignoring(user_folder, "notes.txt") / "notes.txt"):
         kept.write_text("mine alone")
     for target in ("/etc/passwd", "../outside", "lib", "gone.py", "link", "notes.txt"):
-        (mine / "link").symlink_to(target)
+        (user_folder / "link").symlink_to(target)
         with pytest.raises(ConfigProblem, match="link"):
-            packed(mine)
-        (mine / "link").unlink()
+            packed(user_folder)
+        (user_folder / "link").unlink()
 
 
-def test_what_is_no_source_code_is_refused_with_the_largest_files(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (mine / "weights.pt").touch()
-    os.truncate(mine / "weights.pt", 65 << 20)
+def test_large_files_are_refused_by_name(user_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (user_folder / "weights.pt").touch()
+    os.truncate(user_folder / "weights.pt", 65 << 20)
     with pytest.raises(ConfigProblem, match=r"has 68\.2 MB, and code may have 67\.1 MB; the largest are weights\.pt"):
-        packed(mine)
+        packed(user_folder)
     monkeypatch.setattr(code, "MOST_FILES", 1)
     with pytest.raises(ConfigProblem, match="more than 1 files, which is no source code"):
-        packed(ignoring(mine, "*.pt"))
+        packed(ignoring(user_folder, "*.pt"))
 
 
 def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mounted) -> None:
@@ -149,9 +149,9 @@ def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mount
 
 
 def test_an_archive_is_put_once_for_its_owner_alone_and_stops_the_run_if_somebody_changed_it(
-    mine: Path, tmp_path: Path
+    user_folder: Path, tmp_path: Path
 ) -> None:
-    archive, root = packed(mine), open_storage(str(tmp_path / "out"))
+    archive, root = packed(user_folder), open_storage(str(tmp_path / "out"))
     assert archive.ship(root)
     assert root.read(archive.path) == archive.content
     assert not archive.ship(root)
@@ -161,12 +161,12 @@ def test_an_archive_is_put_once_for_its_owner_alone_and_stops_the_run_if_somebod
         archive.ship(root)
 
 
-def test_a_resumed_flow_run_follows_its_own_job_whatever_the_folder_holds_now(mine: Path, mounted: Mounted) -> None:
+def test_resumed_flow_run_reattaches_to_its_own_job(user_folder: Path, mounted: Mounted) -> None:
     script = plan_script(config := mounted())
     assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
     script.code.ship(script.root)
     replace(claim_at(script), flow_runs=["mine"]).reattach_or_create()
-    (mine / "train.py").write_text("print('edited')")
+    (user_folder / "train.py").write_text("print('edited')")
     assert script_of_flow_run(config, "mine") == script
     assert find_started_with(config).runs == (script.name,)
     assert script_of_flow_run(config, "another") is None

@@ -38,9 +38,9 @@ def rank(number: int, message: str = "", *, exit_code: int | None = 1, **more: A
 
 def report(node: int, fault: FailureClass | None, *ranks: dict[str, Any], after: float = 0, **more: Any) -> NodeReport:
     """What a node writes of its end, `after` seconds after noon."""
-    told = {"exit_code": 0 if fault is None else EXIT_CODES[fault], "fault": None if fault is None else fault.value}
-    told |= {"node": node, "message": "", "ended": NOON + after, "ranks": ranks}
-    return NodeReport.model_validate(told | more)
+    shown = {"exit_code": 0 if fault is None else EXIT_CODES[fault], "fault": None if fault is None else fault.value}
+    shown |= {"node": node, "message": "", "ended": NOON + after, "ranks": ranks}
+    return NodeReport.model_validate(shown | more)
 
 
 def lost(node: int, *, after: float = 0) -> NodeReport:
@@ -89,9 +89,9 @@ def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lo
 
 
 def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself() -> None:
-    for said in (FailureClass.PREEMPTED, FailureClass.NETWORK):
+    for expected in (FailureClass.PREEMPTED, FailureClass.NETWORK):
         status = replace(failed(node0=45, node1=42), evictions={1: "low on memory"})
-        found = verdict(report(0, FailureClass.PREEMPTED, after=6), report(1, said, after=0.5), status=status)
+        found = verdict(report(0, FailureClass.PREEMPTED, after=6), report(1, expected, after=0.5), status=status)
         assert (found.fault, found.node, found.action) == (FailureClass.OUT_OF_MEMORY, 1, Action.STOP)
         assert found.evidence == "low on memory"
     both = replace(failed(node0=-9, node1=-9), evictions={1: "evicted by its kubelet"})
@@ -147,8 +147,8 @@ def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_cou
     assert (found.fault, found.node, found.action) == (FailureClass.NODE, None, Action.RESTART)
     last = [f"[node 0] line {number}" for number in range(25, 40)]
     assert found.evidence.splitlines() == ["supervisor lost; last lines:", *last]
-    words = "its nodes left neither a report of a failure nor a line of log"
-    assert diagnose(status, [report(0, None)], (), logs="/1").evidence == f"supervisor lost; {words}"
+    query = "its nodes left neither a report of a failure nor a line of log"
+    assert diagnose(status, [report(0, None)], (), logs="/1").evidence == f"supervisor lost; {query}"
     for code, fault in (
         (EXIT_CODES[FailureClass.DATA], FailureClass.DATA),
         (2, FailureClass.USER),
@@ -189,11 +189,11 @@ def judged(ends: Sequence[str], order: Sequence[int]) -> Verdict:
     """The verdict where machine `m<i>` ended as `ends[i]` says, and was the node `order[i]`."""
     machines = {node: f"m{machine}" for machine, node in enumerate(order)}
     reports = [end_of(node, how) for node, how in zip(order, ends, strict=True)]
-    told = [one.model_copy(update={"host": machines[one.node]}) for one in reports if one is not None]
+    shown = [entry.model_copy(update={"host": machines[entry.node]}) for entry in reports if entry is not None]
     killed = {node: {"killed": -9, "terminated": -15}.get(how) for node, how in zip(order, ends, strict=True)}
-    codes = {one.node: one.exit_code for one in told} | {node: code for node, code in killed.items() if code}
+    codes = {entry.node: entry.exit_code for entry in shown} | {node: code for node, code in killed.items() if code}
     status = JobStatus(state=JobState.FAILED, native="failed", exit_codes=codes, hosts=machines)
-    return diagnose(status, told, (), logs="/attempts/1", nodes=len(ends))
+    return diagnose(status, shown, (), logs="/attempts/1", nodes=len(ends))
 
 
 @given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=5), st.randoms(use_true_random=False))

@@ -46,9 +46,9 @@ def runs(tmp_path: Path) -> Runs:
 def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs) -> None:
     jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
     found = runs.left()
-    assert [one.job_id for one in found] == jobs
+    assert [entry.job_id for entry in found] == jobs
     assert found[1].what == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
-    assert all(runs.remove(one) for one in found)
+    assert all(runs.remove(entry) for entry in found)
     assert runs.left() == []
 
 
@@ -63,7 +63,7 @@ def test_nothing_of_a_run_that_lives_is_touched_though_it_came_to_life_after_it_
     assert runs.left() == []
     assert runs.platform.remaining_resources(dead)
     runs.platform.silence(True)
-    assert [one.job_id for one in runs.left()] == [None]
+    assert [entry.job_id for entry in runs.left()] == [None]
 
 
 def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

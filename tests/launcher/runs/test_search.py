@@ -49,7 +49,7 @@ def test_a_search_draws_from_its_space_and_no_trial_twice(sampler: str) -> None:
 @pytest.mark.parametrize("sampler", ["random", "tpe"])
 @given(st.integers(0, 1000), st.integers(0, 5))
 @settings(max_examples=4)
-def test_a_search_killed_after_any_trial_draws_as_undisturbed(sampler: str, seed: int, refused: int) -> None:
+def test_search_killed_after_any_trial_draws_as_undisturbed(sampler: str, seed: int, refused: int) -> None:
     """Half of the draws cannot be used, and some repeat what was drawn before."""
     space = {name: SPACE[name] for name in ("model.config.n_layer", "train.betas")} | {
         "train.learning_rate": {"kind": "choice", "values": [*range(6)]}
@@ -75,7 +75,7 @@ def test_a_random_search_makes_a_draw_again_that_left_no_trial() -> None:
 
 @given(st.lists(st.integers(0, 5), unique=True, min_size=1), st.integers(0, 20))
 @settings(max_examples=10)
-def test_a_grid_is_taken_whole_whatever_of_it_is_there(rates: list[int], killed: int) -> None:
+def test_grid_is_completed_from_any_existing_trials(rates: list[int], killed: int) -> None:
     sweep = SweepSettings.model_validate({"grid": {"train.learning_rate": rates, "train.seed": [1, 2]}})
     undisturbed = searched(sweep)
     combinations = [{"train.learning_rate": rate, "train.seed": seed} for rate in rates for seed in (1, 2)]
@@ -115,13 +115,13 @@ def test_evaluation_read_twice_causes_no_warning(recwarn: pytest.WarningsRecorde
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() -> None:
-    given = {
+def test_pareto_front_has_the_unbeaten_trials() -> None:
+    arguments = {
         "grid": {"train.seed": [1, 2, 3]},
         "sampler": "grid",
         "objectives": ["validation_loss", "tokens_per_second"],
     }
-    search = Search(SweepSettings.model_validate({**given, "prune": None}))
+    search = Search(SweepSettings.model_validate({**arguments, "prune": None}))
     search.tell(search.enqueue_existing(Draw(number=2, changes={"train.seed": 3})), [3.5, -90.0])
     for values in ([3.0, -100.0], [2.0, -50.0]):
         number = search.ask()
@@ -130,7 +130,7 @@ def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() ->
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "expected"),
     [
         ({"space": SPACE}, "sweep.space needs a sampler that draws"),
         ({"space": SPACE, "sampler": "tpe"}, "set sweep.trials"),
@@ -141,6 +141,6 @@ def test_of_several_objectives_the_trials_that_no_other_beats_are_the_front() ->
         ({"grid": {"a": [1]}, "prune": "asha", "objectives": ["cost"]}, "compares only validation losses"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused_with_the_setting_to_change(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError, match=said):
-        SweepSettings.model_validate(given)
+def test_impossible_search_is_refused_with_the_setting_to_change(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValidationError, match=expected):
+        SweepSettings.model_validate(arguments)

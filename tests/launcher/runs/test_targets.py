@@ -26,8 +26,8 @@ def root(tmp_path: Path) -> str:
 
 def test_a_run_is_found_by_its_name_its_beginning_and_its_folder(tiny: Tiny, root: str) -> None:
     run = started(tiny())
-    for words in (run, run[:-3], run[:4], "@last", f"{root}/runs/{run}", f"{root}/runs/{run}/attempts/1"):
-        assert resolve_target(words, root=root).runs == (run,)
+    for query in (run, run[:-3], run[:4], "@last", f"{root}/runs/{run}", f"{root}/runs/{run}/attempts/1"):
+        assert resolve_target(query, root=root).runs == (run,)
     newest = started(tiny({"train.seed": 2}))
     assert resolve_target("@last", root=root).runs == (newest,)
     with pytest.raises(UnknownRun, match="is the beginning of 2 names") as refused:
@@ -40,9 +40,9 @@ def test_a_name_that_no_run_has_is_answered_with_those_there_are(tiny: Tiny, roo
     with pytest.raises(UnknownRun, match=f"nothing has been started under {root}"):
         resolve_target("gpt", root=root)
     run = started(tiny())
-    for words in ("gtp", f"{root}/runs/gtp"):
+    for query in ("gtp", f"{root}/runs/gtp"):
         with pytest.raises(UnknownRun, match="there are") as refused:
-            resolve_target(words, root=root)
+            resolve_target(query, root=root)
         assert run in str(refused.value)
 
 
@@ -54,11 +54,11 @@ def test_a_config_finds_its_run_though_the_corpus_has_grown_or_gone(tiny: Tiny, 
     run = started(config)
     text.write_text(corpus.read_text() + "!")
     assert find_started_with(config).runs == (run,)
-    other = started(config)
+    second = started(config)
     with pytest.raises(UnknownRun, match="2 runs were started with this config") as refused:
         find_started_with(config)
     assert run in str(refused.value)
-    assert other in str(refused.value)
+    assert second in str(refused.value)
 
 
 def test_a_config_finds_no_run_that_trains_or_starts_something_else(tiny: Tiny, root: str) -> None:
