@@ -227,7 +227,7 @@ def test_a_run_whose_corpus_cannot_be_asked_for_is_shown_and_never_started(
     assert unknown.severity == "unknown"
     run = preview_run(config)
     assert {row["step"]: row["where"] for row in planned.steps}["training"] == f"{tmp_path}/runs/{run.name}"
-    with pytest.raises(ConfigProblem, match=r"-unknown can be looked at, and not be started"):
+    with pytest.raises(ConfigProblem, match=r"-unknown can be inspected, but not started"):
         claim_at(run).reattach_or_create()
     with pytest.raises(UserError, match="cannot be reached"):
         plan_run(config)
