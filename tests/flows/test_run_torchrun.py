@@ -37,7 +37,7 @@ def ran(root: Path, script: str, **arguments: Any) -> Path:
     return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), platform=entry, **arguments)))
 
 
-def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(tmp_path: Path) -> None:
+def test_each_call_is_a_new_attempt_and_ships_changed_code_once(tmp_path: Path) -> None:
     (own := tmp_path / "mine").mkdir()
     (own / "train.py").write_text("print('as it was')")
     shown, root, code = list[Event](), tmp_path / "root", CodeSettings(mount=str(own))
@@ -57,19 +57,19 @@ def test_each_call_is_a_new_attempt_and_mounted_code_ships_once_for_each_change(
     )
 
 
-def test_a_script_that_is_not_there_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_missing_script_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigProblem, match=r"script\.missing"):
         ran(tmp_path, str(tmp_path / "no.py"))
     assert not [*tmp_path.iterdir()]
 
 
-def test_other_users_can_read_neither_a_scripts_run_nor_the_index(tmp_path: Path) -> None:
+def test_run_and_index_are_closed_to_other_users(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     run = ran(tmp_path / "root", str(tmp_path / "train.py")).parents[1]
     assert [folder.stat().st_mode & 0o077 for folder in (run, tmp_path / "root" / "index")] == [0, 0]
 
 
-def test_a_live_job_is_followed_though_its_script_and_the_access_to_its_platform_have_gone(
+def test_live_job_is_followed_without_its_script_and_access(
     tmp_path: Path, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (script := tmp_path / "train.py").touch()

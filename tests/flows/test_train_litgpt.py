@@ -48,7 +48,7 @@ def files_of(root: str) -> dict[str, float]:
     return {str(path): path.stat().st_mtime for path in found}
 
 
-def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and_their_lineage(trained: Any) -> None:
+def test_pipeline_makes_models_with_card_sbom_and_lineage(trained: Any) -> None:
     first, second, *later = reused(trained.events)
     assert ({first, second}, later) == ({"dataset", "image"}, ["credentials", "training", "checkpoints"])
     assert not any(reused(trained.events).values())
@@ -68,7 +68,7 @@ def test_five_steps_lead_from_text_to_models_with_a_card_a_bill_of_materials_and
     assert bill["torch"] == version("torch")
 
 
-def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(trained: Any) -> None:
+def test_prefect_shows_dataset_progress_loss_curve_and_report(trained: Any) -> None:
     run = plan_run(trained.config)
     dataset = f"{run.dataset.name}-{run.dataset.key}"
     assert artifact(f"dataset-{dataset}") == artifact(f"progress-{run.name}") == 100
@@ -78,7 +78,7 @@ def test_prefect_shows_the_dataset_the_progress_the_loss_curve_and_the_report(tr
     assert all(text in artifact(f"report-{run.name}") for text in ("xychart-beta", "Validation loss"))
 
 
-def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_events(trained: Any) -> None:
+def test_prefect_has_states_and_milestone_events_of_a_run(trained: Any) -> None:
     [flow_run] = [event.id for event in trained.events if isinstance(event, FlowRunStarted)]
     run = plan_run(trained.config)
     event_filter = {"resource": {"id": [f"train-litgpt.run.{run.name}"]}, "order": "ASC"}
@@ -106,7 +106,7 @@ def test_prefect_has_the_names_of_what_the_run_was_at_and_its_milestones_as_even
     assert {f"prefect.flow-run.{flow_run}", f"train-litgpt.root.{run.root.address()}"} <= related
 
 
-def test_an_image_that_cannot_be_built_stops_the_dataset_beside_it_and_says_so(
+def test_failed_image_stops_the_dataset_step_in_parallel(
     tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preparing, stopped, events = threading.Event(), threading.Event(), list[Event]()
@@ -143,7 +143,7 @@ def test_a_second_run_finds_every_step_done_and_writes_nothing(
     assert files_of(trained.config.root) == before
 
 
-def test_a_run_that_starts_from_weights_tells_its_nodes_where_they_lie_below_the_root(
+def test_nodes_get_the_address_of_initial_weights_under_the_root(
     trained: Any, run_again: Callable[[RunConfig], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = plan_run(trained.config).storage.address("final/litgpt")
@@ -185,7 +185,7 @@ def test_the_plan_refuses_a_start_on_the_samples_of_its_origin(trained: Any, mon
     assert codes(**{"train.seed": 2}) == codes(**{"model.load_optimizer_state": False}) == []
 
 
-def test_a_resumed_flow_run_follows_its_live_job_whatever_has_become_of_corpus_image_and_access(
+def test_resumed_flow_run_follows_its_live_job_without_corpus(
     tiny: Callable[..., RunConfig], tmp_path: Path, corpus: Path, platform: StrictPlatform, monkeypatch: Any
 ) -> None:
     own = Path(shutil.copy(corpus, tmp_path / "corpus.txt"))

@@ -48,7 +48,7 @@ def started(run: Any, collector: Collector) -> psutil.Process:
     return process
 
 
-def test_a_run_is_collected_in_a_process_without_the_launchers_keys(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collector_process_has_no_keys_of_the_launcher(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in SECRETS:
         monkeypatch.setenv(name, "a secret")
     with closing(Collector(run)) as collector:
@@ -56,7 +56,7 @@ def test_a_run_is_collected_in_a_process_without_the_launchers_keys(run: Any, mo
     assert (environ["PATH"], "a secret" in environ.values()) == (os.environ["PATH"], False)
 
 
-def test_a_collection_says_what_it_does_while_it_lasts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_reports_its_progress(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     final, told = SimpleNamespace(findings=(), step=8, validation_loss=1.0), list[Event]()
     monkeypatch.setattr("tasks.checkpoints.exported", lambda _: final)
     with Listener(told.append), closing(Collector(run)) as collector:
@@ -75,7 +75,7 @@ def test_collection_shows_the_progress_of_its_process(
     assert events == [StepProgress(step=Step.CHECKPOINTS, what="comparing it in LitGPT")]
 
 
-def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_would_block_it(run: Any) -> None:
+def test_follower_keeps_no_collector_that_blocks_the_leader(run: Any) -> None:
     """Both are made ready before the job's end, and one of them at a time may have the run's folder."""
 
     async def scene(mine: Collector) -> None:
@@ -92,7 +92,7 @@ def test_who_waits_for_another_orchestrators_collection_keeps_no_process_that_wo
         asyncio.run(scene(mine))
 
 
-def test_a_large_model_is_collected_by_a_job_of_one_node_which_follows_the_trainings_own(
+def test_large_model_is_collected_by_a_job_of_one_node(
     trained: Done, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job that is found first is the training's, which has saved its last checkpoint and has not ended."""

@@ -18,13 +18,11 @@ def identity(reference: str, network: str = "tcpxo") -> SoftwareIdentity:
     from tasks.preflight import build_image
 
     platform = {"kind": "gke", "machine": "a3-megagpu-8g", "nodes": 2, "network": network}
-    given = {"script": "-m x", "image": {"kind": "prebuilt", "reference": reference}, "platform": platform}
-    return asyncio.run(build_image.fn(validated(ScriptConfig, given, where="here")))
+    config = {"script": "-m x", "image": {"kind": "prebuilt", "reference": reference}, "platform": platform}
+    return asyncio.run(build_image.fn(validated(ScriptConfig, config, where="here")))
 
 
-def test_a_tag_that_means_another_image_by_now_is_judged_by_what_it_means(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_tag_is_checked_by_its_present_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preflight may have seen a better one."""
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "no-docker-config"))
     with registry() as public:
@@ -37,10 +35,10 @@ def test_a_tag_that_means_another_image_by_now_is_judged_by_what_it_means(
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "message"),
     [("local", "nodes run this environment (torch "), ("slurm", "nodes run the environment of section platform")],
 )
-def test_image_step_says_which_environment_nodes_run(kind: str, words: str) -> None:
+def test_image_step_says_which_environment_nodes_run(kind: str, message: str) -> None:
     from tasks.preflight import build_image
 
     events: list[Event] = []
@@ -48,4 +46,4 @@ def test_image_step_says_which_environment_nodes_run(kind: str, words: str) -> N
         config = validated(ScriptConfig, {"script": "-m x", "platform": {"kind": kind}}, where="here")
         asyncio.run(build_image.fn(config))
     [done] = [event for event in events if isinstance(event, StepDone)]
-    assert f"nothing to build on {kind}: {words}" in done.what
+    assert f"nothing to build on {kind}: {message}" in done.what

@@ -23,20 +23,20 @@ def retried(error: Exception) -> bool:
 
 
 @pytest.mark.parametrize("kind", [PlatformUnreachable, NetworkError, ConnectionError, OSError])
-def test_a_step_tries_again_what_may_pass_unless_somebody_has_waited_for_it(kind: type[Exception]) -> None:
+def test_step_retries_transient_errors_without_an_owner(kind: type[Exception]) -> None:
     error = kind("busy")
     assert retried(error)
     mark_no_retry(error)
     assert not retried(pickle.loads(pickle.dumps(error))), "as it comes from a worker's process"
 
 
-def test_a_step_does_not_try_again_what_comes_back_or_has_had_its_attempts() -> None:
+def test_step_does_not_retry_final_errors() -> None:
     for kind in (ConfigProblem, JobCancelled, PlatformRefused, DataError, DiskFull, ValueError, FileNotFoundError):
         assert not retried(kind("as before")), kind
     assert not any(retried(JobFailed("the job's last attempt", fault=fault)) for fault in FailureClass)
 
 
-def test_prefects_log_tells_a_known_error_once_with_its_own_ends_of_lines() -> None:
+def test_prefect_log_has_a_known_error_once_with_its_line_ends() -> None:
     logger, error = logging.getLogger("prefect.flow_runs"), ConfigProblem("train:\n  no such setting")
     raised = ("Encountered exception during execution: %r", (error,), (ConfigProblem, error, None))
     ended = (f"Finished in state Failed({str(error)!r})", (), None)
@@ -46,7 +46,7 @@ def test_prefects_log_tells_a_known_error_once_with_its_own_ends_of_lines() -> N
     assert [(one.getMessage(), one.exc_info) for one in told] == [(message, None) for message in messages]
 
 
-def test_prefect_tries_no_task_again_that_starts_a_job_and_no_flow_but_the_one_that_cancels_for_others() -> None:
+def test_prefect_retries_no_task_that_starts_a_job() -> None:
     packages = [(package, found.name) for package in (tasks, flows) for found in pkgutil.iter_modules(package.__path__)]
     made = [one for package, name in packages for one in vars(import_module(f"{package.__name__}.{name}")).values()]
     steps = [one for one in made if isinstance(one, Task)]

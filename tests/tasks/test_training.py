@@ -73,8 +73,8 @@ def ended_well(
     return asyncio.run(run_job(claim, max_restarts=max_restarts, restarts=restarts)).attempt
 
 
-def notes(told: Iterable[Event], words: str) -> list[str]:
-    return [one.what for one in told if isinstance(one, Note) and words in one.what]
+def notes(events: Iterable[Event], message: str) -> list[str]:
+    return [one.what for one in events if isinstance(one, Note) and message in one.what]
 
 
 class Fated(StrictPlatform):
@@ -122,12 +122,12 @@ class Saving(Fated):
         super().meet(job_id, code)
 
 
-def test_a_machine_that_is_taken_away_is_not_counted_while_the_training_gets_on(tmp_path: Path) -> None:
+def test_preemptions_with_progress_are_not_counted(tmp_path: Path) -> None:
     platform = Saving([PREEMPTED, PREEMPTED, BROKEN, PREEMPTED, PREEMPTED, 0], tmp_path)
     assert ended_well(tmp_path, platform, max_restarts=1) == 6
 
 
-def test_checkpoints_that_are_made_up_do_not_keep_a_job_alive_for_ever(tmp_path: Path) -> None:
+def test_impossible_checkpoints_are_no_progress(tmp_path: Path) -> None:
     """Steps count that a training of 1,000 steps can reach."""
     platform = Saving(repeat(PREEMPTED), tmp_path, every=400)
     with pytest.raises(JobFailed, match="preempted on node 0"):
@@ -135,17 +135,17 @@ def test_checkpoints_that_are_made_up_do_not_keep_a_job_alive_for_ever(tmp_path:
     assert len(platform.began) == 5
 
 
-def test_a_program_that_always_says_it_was_preempted_ends_after_its_restarts(tmp_path: Path) -> None:
-    platform, told = Fated(repeat(PREEMPTED)), list[Event]()
-    with Listener(told.append), pytest.raises(JobFailed, match="preempted on node 0") as failure:
+def test_run_that_is_always_preempted_ends_after_its_restarts(tmp_path: Path) -> None:
+    platform, events = Fated(repeat(PREEMPTED)), list[Event]()
+    with Listener(events.append), pytest.raises(JobFailed, match="preempted on node 0") as failure:
         ended_well(tmp_path, platform, max_restarts=2)
     assert len(platform.began) == 3
     assert failure.value.fault is FailureClass.PREEMPTED
-    assert len(notes(told, "waiting 0 s before attempt")) == 2
-    assert notes(told, "restarts.preempted allows 2 new ones")
+    assert len(notes(events, "waiting 0 s before attempt")) == 2
+    assert notes(events, "restarts.preempted allows 2 new ones")
 
 
-def test_what_another_attempt_would_not_mend_ends_the_run_and_why_is_in_the_attempts_folder(tmp_path: Path) -> None:
+def test_user_error_ends_the_run_and_its_verdict_is_stored(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
     stored = json.loads((tmp_path / "runs/demo/attempts/1/verdict.json").read_bytes())
@@ -155,9 +155,7 @@ def test_what_another_attempt_would_not_mend_ends_the_run_and_why_is_in_the_atte
     assert "record_crc32c" in stored
 
 
-def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_flow_run_continues_its_count_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "flow_runs", lambda: ["trial", "sweep"])
     platform = Fated([PREEMPTED, PREEMPTED, None, PREEMPTED, PREEMPTED, 0])
     with pytest.raises(SystemExit):
@@ -170,7 +168,7 @@ def test_a_flow_run_that_is_resumed_goes_on_with_its_count_and_another_command_b
     assert ended_well(tmp_path, platform, max_restarts=1) == 5
 
 
-def test_who_cancels_a_run_that_waits_for_its_next_attempt_has_it_end_at_once(tmp_path: Path) -> None:
+def test_cancellation_ends_a_run_that_waits_for_its_next_attempt(tmp_path: Path) -> None:
     def heard(event: Event) -> None:
         if notes([event], "waiting"):
             Index.of(str(tmp_path)).request_cancel("demo")
@@ -181,7 +179,7 @@ def test_who_cancels_a_run_that_waits_for_its_next_attempt_has_it_end_at_once(tm
     assert len(platform.began) == 1
 
 
-def test_a_cancellation_that_comes_while_the_job_is_submitted_ends_it(tmp_path: Path) -> None:
+def test_cancellation_during_submission_ends_the_job(tmp_path: Path) -> None:
     class CancelledMeanwhile(StrictPlatform):
         def submit(self, submission: Submission) -> JobId:
             assert claim_on(self, tmp_path, "demo").attempts.cancel() == [], "there is nothing to end yet"
@@ -195,7 +193,7 @@ def test_a_cancellation_that_comes_while_the_job_is_submitted_ends_it(tmp_path: 
     assert len(requests) == 1, "a second request would end a command that was typed since"
 
 
-def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_is_taken_back(tmp_path: Path) -> None:
+def test_refused_job_is_cancelled_and_ends_the_run_with_the_fix(tmp_path: Path) -> None:
     class Full(StrictPlatform):
         def status(self, job_id: JobId) -> JobStatus:
             why = Finding("error", "strict.quota", "the quota is used up", "raise it")
@@ -209,7 +207,7 @@ def test_a_job_that_its_platform_does_not_let_in_ends_the_run_with_the_fix_and_i
     assert platform.live() == []
 
 
-def test_an_attempt_that_was_refused_says_why_and_the_time_until_the_next_command_is_nobodys(tmp_path: Path) -> None:
+def test_refused_attempt_records_its_reason_and_books_no_time(tmp_path: Path) -> None:
     class Taken(StrictPlatform):
         def submit(self, submission: Submission) -> JobId:
             raise PlatformRefused("port 22971 is in use", fix="end who uses it")
@@ -273,7 +271,7 @@ def test_the_budget_counts_an_attempt_at_its_own_price(
     assert training._remaining_budget_seconds(moved) == pytest.approx(seconds - 60)
 
 
-def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp_path: Path) -> None:
+def test_leader_cancels_nodes_that_outlive_their_job(tmp_path: Path) -> None:
     class Lingering(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             super().meet(job_id, code)
@@ -288,7 +286,7 @@ def test_nodes_that_outlive_the_end_of_their_job_are_ended_by_who_follows_it(tmp
     assert platform.remaining_resources(platform.began[0]) == ()
 
 
-def test_a_platform_that_is_away_for_a_while_at_any_question_starts_each_attempt_once(tmp_path: Path) -> None:
+def test_unreachable_platform_starts_each_attempt_once(tmp_path: Path) -> None:
     class Away(Fated):
         """Answers half of the questions."""
 
@@ -320,13 +318,13 @@ class Machines(StrictPlatform):
         return job_id
 
 
-def test_a_machine_that_was_blamed_twice_is_avoided_and_the_run_ends_well_elsewhere(tmp_path: Path) -> None:
-    platform, told = Machines("a", "b", broken={"a"}), list[Event]()
-    with Listener(told.append):
+def test_machine_blamed_twice_is_avoided_by_the_next_attempt(tmp_path: Path) -> None:
+    platform, events = Machines("a", "b", broken={"a"}), list[Event]()
+    with Listener(events.append):
         assert ended_well(tmp_path, platform, max_restarts=3) == 3
     assert platform.taken == ["a", "a", "b"]
     blamed = "the machine a is to blame for the ends of attempts 1, 2; the next attempt avoids it"
-    assert notes(told, "is to blame") == [blamed]
+    assert notes(events, "is to blame") == [blamed]
     claim = claim_on(platform, tmp_path, "demo")
     assert claim.job_as_rendered(4).exclude_nodes == ("a",), "a new command avoids it too"
 
@@ -353,7 +351,7 @@ class Repeating(Machines):
         return super().submit(submission)
 
 
-def test_a_gpu_error_ends_the_run_when_another_machine_has_it_too(tmp_path: Path) -> None:
+def test_gpu_error_on_a_second_machine_ends_the_run(tmp_path: Path) -> None:
     platform = Repeating(open_storage(str(tmp_path)))
     with pytest.raises(JobFailed, match="the program is the cause, not a machine") as failure:
         ended_well(tmp_path, platform, max_restarts=3)
@@ -385,10 +383,8 @@ class Followed(Fated):
             return super().status(job_id)
 
 
-def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flow_runs, told, index = iter((["one"], ["another"])), list[Event](), Index.of(str(tmp_path))
+def test_two_orchestrators_share_one_count_of_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow_runs, events, index = iter((["one"], ["another"])), list[Event](), Index.of(str(tmp_path))
     monkeypatch.setattr(training, "flow_runs", lambda: next(flow_runs))
     platform = Followed(repeat(BROKEN), index)
     claim = claim_on(platform, tmp_path, "demo")
@@ -400,12 +396,12 @@ def test_two_orchestrators_have_one_count_of_restarts_and_stop_together(
     async def two() -> None:
         await asyncio.gather(orchestrated(), orchestrated())
 
-    with Listener(told.append):
+    with Listener(events.append):
         asyncio.run(two())
     assert len(platform.began) == 3, "the first attempt and two restarts, not two of each"
     counted = [one.attempt for flow_run in ("one", "another") for one in index.verdicts_of_flow_run("demo", flow_run)]
     assert sorted(counted) == [1, 2, 3], "each end is judged once"
-    assert len(notes(told, "no new attempt is left")) == 1
+    assert len(notes(events, "no new attempt is left")) == 1
 
 
 def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +493,7 @@ def test_index_that_is_deleted_between_attempts_stops_no_run(tmp_path: Path) -> 
     assert ended_well(tmp_path, Deleting([BROKEN, 0]), max_restarts=1) == 2
 
 
-def test_verdict_counts_the_nodes_that_the_attempt_was_submitted_for(tmp_path: Path) -> None:
+def test_verdict_counts_the_nodes_of_the_submitted_attempt(tmp_path: Path) -> None:
     class Ended(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[FailureClass.NETWORK]))
@@ -524,7 +520,7 @@ def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
     assert platform.began == []
 
 
-def test_run_moves_to_another_platform_when_its_old_job_is_cancelled(tmp_path: Path) -> None:
+def test_run_moves_to_another_platform_when_cancelled_first(tmp_path: Path) -> None:
     old, new = StrictPlatform(), Fated([0])
     first = claim_on(old, tmp_path, "demo")
     old_job = old.submit(old.render(first.job_of(first.reattach_or_create())))
@@ -559,7 +555,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_ends_as_it_did(tmp_path: Path) -> None:
+def test_hostile_metrics_are_reported_once_and_change_no_verdict(tmp_path: Path) -> None:
     class Hostile(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             self.start(job_id)
@@ -568,14 +564,14 @@ def test_hostile_metrics_and_reports_are_counted_and_said_once_and_the_attempt_e
             open_storage(str(tmp_path)).write("runs/demo/attempts/1/node-0.json", b'{"node":' + b"[" * 100_000)
             super().meet(job_id, code)
 
-    told: list[Event] = []
-    with Listener(told.append), pytest.raises(JobFailed, match="node fault on node 0") as failure:
+    events: list[Event] = []
+    with Listener(events.append), pytest.raises(JobFailed, match="node fault on node 0") as failure:
         ended_well(tmp_path, Hostile([BROKEN]))
     assert len(str(failure.value)) < 11_000
-    rows: list[Mapping[str, Any]] = [one.row for one in told if isinstance(one, MetricsRow)]
+    rows: list[Mapping[str, Any]] = [one.row for one in events if isinstance(one, MetricsRow)]
     assert [row["step"] for row in rows] == [1]
-    assert len(notes(told, "8 lines of metrics could not be read; the first: ")) == 1
-    assert len(notes(told, "1 nodes' reports could not be read; the first: ")) == 1
+    assert len(notes(events, "8 lines of metrics could not be read; the first: ")) == 1
+    assert len(notes(events, "1 nodes' reports could not be read; the first: ")) == 1
 
 
 def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
@@ -635,9 +631,7 @@ def test_event_of_a_checkpoint_needs_one_that_exists(tmp_path: Path, monkeypatch
     assert 1 < len(looks) < 30
 
 
-def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_is_told_once_and_at_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_prefect_log_has_newest_lines_and_each_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Wordy(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             self.start(job_id)
@@ -648,15 +642,15 @@ def test_prefects_log_has_the_newest_words_of_node_0_and_a_warning_of_any_node_i
             self.say(job_id, *(f"warning: batch {number} is odd" for number in range(3000)), "bye")
             super().meet(job_id, code)
 
-    told: list[Event] = []
-    with caplog.at_level(logging.INFO, "job"), Listener(told.append):
+    events: list[Event] = []
+    with caplog.at_level(logging.INFO, "job"), Listener(events.append):
         ended_well(tmp_path, Wordy([0]))
     kept = [line for record in caplog.records if record.name == "job" for line in record.getMessage().splitlines()]
     assert (len(kept), kept[-1]) == (41, "[node 0] bye")
     assert not any(line.startswith("[node 1]") for line in kept)
-    for words, times in (("was not saved", 1), ("network.slow", 1), ("is odd", 18), ("prints more warnings", 1)):
-        assert len(notes(told, words)) == times
-    assert len([one for one in told if isinstance(one, Output) and "NCCL" in one.line]) == 6000
+    for message, times in (("was not saved", 1), ("network.slow", 1), ("is odd", 18), ("prints more warnings", 1)):
+        assert len(notes(events, message)) == times
+    assert len([one for one in events if isinstance(one, Output) and "NCCL" in one.line]) == 6000
 
 
 def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:
@@ -669,15 +663,15 @@ def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:
 
 def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:
     comment = "error [slurm.venv] platform.venv=/nosuch has no python with train-litgpt (on n0)"
-    words = r"^user error on node 0: \[slurm.venv\] platform.venv=/nosuch has no python"
-    with slurm_commands() as cluster, pytest.raises(JobFailed, match=words):
+    message = r"^user error on node 0: \[slurm.venv\] platform.venv=/nosuch has no python"
+    with slurm_commands() as cluster, pytest.raises(JobFailed, match=message):
         run_on_slurm(cluster, tmp_path, state="FAILED", comment=comment)
     assert len(cluster.jobs) == 1
 
 
 def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path) -> None:
-    words = "and the job was cancelled: job 77: no nodes have what platform.constraint asks for"
-    with slurm_commands() as cluster, pytest.raises(JobRefused, match=words):
+    message = "and the job was cancelled: job 77: no nodes have what platform.constraint asks for"
+    with slurm_commands() as cluster, pytest.raises(JobRefused, match=message):
         run_on_slurm(cluster, tmp_path, state="PENDING", reason="(BadConstraints)")
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]
 

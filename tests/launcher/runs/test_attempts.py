@@ -49,7 +49,7 @@ def live_job(claim: Claim) -> JobId | None:
     return live.record.job_id if (live := claim.attempts.live()) else None
 
 
-def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: StrictPlatform) -> None:
+def test_live_attempt_is_reattached_to_and_not_started_twice(claim: Claim, platform: StrictPlatform) -> None:
     job_id = begin(claim)
     assert begin(claim) == job_id, "as it waits"
     platform.start(job_id)
@@ -58,7 +58,7 @@ def test_a_live_attempt_is_taken_up_and_not_doubled(claim: Claim, platform: Stri
     assert claim.attempts.next() == 1
 
 
-def test_after_attempts_that_ended_comes_the_next_number_and_a_row_asks_for_that_attempt_alone(
+def test_next_attempt_has_next_number_and_is_queried_alone(
     claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = [JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED] * 4
@@ -68,16 +68,14 @@ def test_after_attempts_that_ended_comes_the_next_number_and_a_row_asks_for_that
     seen = [(attempt.number, attempt.status.state) for attempt in claim.attempts.all()]
     assert seen == [*enumerate(ends, start=1), (13, JobState.PENDING)]
     assert live_job(claim) == newest, "the last attempt is the one that can live, not the first"
-    monkeypatch.setattr(platform, "status", asked := Mock(wraps=platform.status))
+    monkeypatch.setattr(platform, "status", status := Mock(wraps=platform.status))
     assert [row.state for row in run_rows(claim.attempts.index, [RUN], open=claim.attempts.open_platform)] == [
         "pending"
     ]
-    assert asked.mock_calls == [call(newest)]
+    assert status.mock_calls == [call(newest)]
 
 
-def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_its_number(
-    claim: Claim, platform: StrictPlatform
-) -> None:
+def test_number_of_a_forgotten_attempt_is_not_reused(claim: Claim, platform: StrictPlatform) -> None:
     platform.remove(begin(claim))
     assert claim.attempts.live() is None
     assert claim.reattach_or_create().attempt == 2
@@ -86,19 +84,19 @@ def test_an_attempt_that_ran_and_that_its_platform_has_forgotten_does_not_lend_i
     assert claim.reattach_or_create(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
 
 
-def test_a_run_that_lives_on_another_platform_is_not_doubled_here(claim: Claim, platform: StrictPlatform) -> None:
+def test_live_run_on_another_platform_is_not_started_twice(claim: Claim, platform: StrictPlatform) -> None:
     job_id = begin(claim)
     gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
     moved = replace(claim, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
-    words = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--cancel-old"
-    with pytest.raises(RunIsLive, match=words):
+    message = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--cancel-old"
+    with pytest.raises(RunIsLive, match=message):
         moved.reattach_or_create()
     start = moved.config.start.model_copy(update={"others": "cancel"})
     assert replace(moved, config=moved.config.model_copy(update={"start": start})).reattach_or_create().attempt == 2
     assert job_id not in platform.live()
 
 
-def test_nothing_runs_is_not_said_where_the_platform_does_not_answer(claim: Claim, platform: StrictPlatform) -> None:
+def test_unreachable_platform_never_means_that_nothing_runs(claim: Claim, platform: StrictPlatform) -> None:
     begin(claim)
     platform.silence(True)
     for verb in (
@@ -112,20 +110,20 @@ def test_nothing_runs_is_not_said_where_the_platform_does_not_answer(claim: Clai
             verb()
 
 
-def test_a_job_of_another_machine_is_not_called_dead_from_here_until_its_end_is_written(tmp_path: Path) -> None:
+def test_local_job_of_another_host_is_unknown_until_it_ends(tmp_path: Path) -> None:
     claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
     elsewhere = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2}
-    there = claim.reattach_or_create().model_copy(update=elsewhere | {"directory": claim.make_job(2).directory})
-    claim.attempts.index.create(there)
+    record = claim.reattach_or_create().model_copy(update=elsewhere | {"directory": claim.make_job(2).directory})
+    claim.attempts.index.create(record)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
         claim.attempts.live()
-    claim.attempts.index.record_end(there, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
+    claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
     assert claim.attempts.live() is None
     claim.attempts.cleanup_last_attempt()
     assert claim.reattach_or_create().attempt == 3
 
 
-def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform: StrictPlatform) -> None:
+def test_cancel_ends_and_returns_the_live_jobs(claim: Claim, platform: StrictPlatform) -> None:
     assert claim.attempts.cancel() == []
     job_id = begin(claim)
     assert claim.attempts.cancel() == [job_id]
@@ -135,7 +133,7 @@ def test_cancelling_stops_what_lives_and_says_what_it_was(claim: Claim, platform
     assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.CANCELLED], "its end is written down"
 
 
-def test_a_platform_that_is_away_for_a_while_is_asked_again_to_cancel(
+def test_cancellation_is_retried_until_the_platform_answers(
     claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job_id, silences = begin(claim), iter([True, False])
@@ -158,32 +156,32 @@ def test_refused_cancellation_leaves_no_request(
     watch.check()
 
 
-def test_all_jobs_are_asked_to_end_at_once_and_who_waits_is_told_what_is_still_there(tmp_path: Path) -> None:
+def test_jobs_are_cancelled_in_parallel_and_remains_are_logged(tmp_path: Path) -> None:
     class Slow(StrictPlatform):
-        """Jobs go when both were asked to, and their owner was told of both."""
+        """Jobs go when both were asked to, and their owner was informed of both."""
 
         def cancel(self, job_id: JobId) -> None:
-            asked.wait()
+            cancelling.wait()
             heard.wait()
             super().cancel(job_id)
 
-    def tell(what: str) -> None:
-        told.add(what)
-        if len([one for one in told if f"still existing: job strict/{RUN}" in one]) == 2:
+    def log(what: str) -> None:
+        notes.add(what)
+        if len([note for note in notes if f"still existing: job strict/{RUN}" in note]) == 2:
             heard.set()
 
-    asked, heard, told, platform, silent = Barrier(2), Event(), set[str](), Slow(), StrictPlatform()
+    cancelling, heard, notes, platform, silent = Barrier(2), Event(), set[str](), Slow(), StrictPlatform()
     claims = [claim_on(platform, tmp_path, f"{RUN}-{name}") for name in "ab"]
     for claim in (*claims, cannot := claim_on(silent, tmp_path, "c-0123456789")):
         begin(claim)
     silent.silence(True)
-    those = [one.attempts for one in (cannot, *claims)]
-    cancelled, problems = cancel_all(those, log=tell, patience=0, report_after=0)
-    assert [type(one) for one in problems] == [PlatformUnreachable]
-    assert cancelled == [one.attempts.run for one in claims], "the others go"
+    runs = [claim.attempts for claim in (cannot, *claims)]
+    cancelled, problems = cancel_all(runs, log=log, patience=0, report_after=0)
+    assert [type(problem) for problem in problems] == [PlatformUnreachable]
+    assert cancelled == [claim.attempts.run for claim in claims], "the others go"
 
 
-def test_a_new_request_to_cancel_the_run_or_its_sweep_is_noticed_where_no_job_lives(
+def test_cancel_request_is_detected_without_a_live_job(
     claim_named: Callable[..., Claim],
 ) -> None:
     trial = claim_named(RUN, start=StartSettings(sweep="gpt-aaaaaaaaaa"))
@@ -225,24 +223,22 @@ def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> Da
     )
 
 
-def test_nothing_is_started_beside_an_older_job_of_the_same_name_unless_the_user_says_so(
-    claim: Claim, platform: StrictPlatform
-) -> None:
+def test_live_job_of_the_same_name_refuses_a_new_run(claim: Claim, platform: StrictPlatform) -> None:
     job_id = begin(claim)
-    words = r"gpt-0123456789 is already running.*means gpt-9999999999.*--cancel-old.*--new"
-    with pytest.raises(RunIsLive, match=words):
+    message = r"gpt-0123456789 is already running.*means gpt-9999999999.*--cancel-old.*--new"
+    with pytest.raises(RunIsLive, match=message):
         settle(claim)
     settle(claim, "keep")
     assert platform.live() == [job_id]
-    told = list[object]()
-    with Listener(told.append):
+    notes = list[object]()
+    with Listener(notes.append):
         settle(claim, "cancel")
     assert platform.live() == []
-    assert [isinstance(note, Note) and job_id in note.what for note in told] == [True]
+    assert [isinstance(note, Note) and job_id in note.what for note in notes] == [True]
     settle(claim)
 
 
-def test_jobs_of_other_names_ended_ones_and_trials_of_the_same_sweep_are_in_nobodys_way(
+def test_ended_jobs_and_trials_of_one_sweep_are_no_conflict(
     claim_named: Callable[..., Claim], platform: StrictPlatform
 ) -> None:
     begin(claim_named("gpt-large-0123456789"))
@@ -312,9 +308,7 @@ def test_a_damaged_or_unreachable_sibling_stops_no_trial(
         settle(trial)
 
 
-def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
-    platform: StrictPlatform, tmp_path: Path
-) -> None:
+def test_moved_root_still_finds_its_jobs(platform: StrictPlatform, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     job_id = begin(claim_on(platform, old, RUN))
     old.rename(new)
@@ -327,7 +321,7 @@ def test_a_root_that_was_moved_or_is_mounted_elsewhere_still_knows_its_jobs(
     assert moved.reattach_or_create().attempt == 2
 
 
-def test_a_local_job_is_found_in_its_folder_wherever_that_was_moved(tmp_path: Path) -> None:
+def test_local_job_is_found_in_its_moved_folder(tmp_path: Path) -> None:
     platform, (old, new) = LocalPlatform(LocalPlatformConfig(kind="local")), (tmp_path / "old", tmp_path / "new")
     directory = Path(claim_on(platform, old, RUN).reattach_or_create().directory)
     directory.mkdir(parents=True)

@@ -41,17 +41,17 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
     return Index.of(str(tmp_path))
 
 
-def test_what_was_started_is_read_back_oldest_first_and_never_changed(index: Index) -> None:
+def test_records_are_read_oldest_first_and_never_change(index: Index) -> None:
     for number in (10, 2, 1):
         assert index.create(record(attempt=number, created=float(number)))
     assert not index.create(record(user="grace"))
-    assert [(one.attempt, one.user) for one in index.records(RUN)] == [(number, "ada") for number in (1, 2, 10)]
+    assert [(stored.attempt, stored.user) for stored in index.records(RUN)] == [(1, "ada"), (2, "ada"), (10, "ada")]
     assert index.records("gpt-99") == []
     index.create(record("new-0123456789", created=11.0))
-    assert [(one.run, one.attempt) for one in index.newest()] == [("new-0123456789", 1), (RUN, 10)], "newest run first"
+    assert [(newest.run, newest.attempt) for newest in index.newest()] == [("new-0123456789", 1), (RUN, 10)]
 
 
-def test_an_end_and_a_verdict_are_written_once_by_who_saw_it_first(index: Index) -> None:
+def test_end_and_verdict_are_stored_once(index: Index) -> None:
     index.create(record())
     index.record_end(record(), ENDED)
     index.record_end(record(), JobStatus(state=JobState.CANCELLED, native="cancelled"))
@@ -86,7 +86,7 @@ def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index, tmp_path:
     assert index.runs() == [], "that a flow run follows it makes no attempt"
 
 
-def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp_path: Path) -> None:
+def test_damaged_record_is_named_with_the_effect_of_its_removal(index: Index, tmp_path: Path) -> None:
     """Passing over it would call a live job dead."""
     index.create(record())
     index.record_verdict(RUN, verdict())
@@ -101,7 +101,7 @@ def test_a_damaged_record_is_named_with_what_its_removal_means(index: Index, tmp
         index.ends(RUN)
 
 
-def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index, tmp_path: Path) -> None:
+def test_damaged_record_stops_no_command_for_another_run(index: Index, tmp_path: Path) -> None:
     index.create(record())
     folder = tmp_path / INDEX
     for name, content in (("cut", b'{"format":'), ("forged", (folder / RUN / "1.json").read_bytes())):
@@ -109,12 +109,12 @@ def test_a_damaged_or_forged_record_stops_no_verb_about_another_run(index: Index
         (folder / f"{name}-0123456789" / "1.json").write_bytes(content)
     (folder / RUN / f"{'9' * 200}.json").write_text("{}")
     newest = index.newest(bad := DamagedRecords())
-    assert ([one.run for one in newest], len(bad)) == ([RUN], 2)
+    assert ([readable.run for readable in newest], len(bad)) == ([RUN], 2)
     assert [row.run for row in run_rows(index, bad=DamagedRecords())] == [RUN]
     assert resolve_target(RUN, root=str(tmp_path)).runs == (RUN,)
-    for words in ("forged", "@last"):  # either may be the one that is meant
+    for query in ("forged", "@last"):  # either may be the one that is meant
         with pytest.raises(DataError, match="2 records of the run index could not be read"):
-            resolve_target(words, root=str(tmp_path))
+            resolve_target(query, root=str(tmp_path))
     with pytest.raises(DataError, match=f"is of attempt 1 of {RUN}; whether its job runs cannot be known"):
         index.records("forged-0123456789")
 
@@ -186,7 +186,7 @@ def test_no_forged_record_stops_a_verb_about_all_runs(forgery: tuple[str, str, A
         assert rows.pop(RUN).state == "failed"
         assert [*rows, *bad] == [FORGED]
         assert resolve_target(RUN, root=folder).runs == (RUN,)
-        assert {one.run for one in orphaned_resources(index)} <= {FORGED}
+        assert {resource.run for resource in orphaned_resources(index)} <= {FORGED}
         cancelled, _ = cancel_all([Attempts(index=index, run=run) for run in index.runs()], log=print, patience=0)
         assert cancelled == []
 

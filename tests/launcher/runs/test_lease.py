@@ -38,70 +38,66 @@ def die(lease: Lease) -> None:
 
 
 def test_one_of_two_has_the_lease_and_the_other_knows_who(root: Storage) -> None:
-    one, other = Lease(Index(root), RUN), Lease(Index(root), RUN)
-    with one, other:
-        assert one.take()
-        assert not other.take()
-        assert " on " in str(other.holder)
-        assert one.take(), "who has it keeps it"
+    first, second = Lease(Index(root), RUN), Lease(Index(root), RUN)
+    with first, second:
+        assert first.take()
+        assert not second.take()
+        assert " on " in str(second.holder)
+        assert first.take(), "who has it keeps it"
     with Lease(Index(root), RUN) as last:
         assert last.take(), "who leaves lets go of it at once"
 
 
-def test_a_dead_holder_loses_it_when_its_number_stood_still_for_seven_seconds(root: Storage) -> None:
-    clock, one = clock_at(), Lease(Index(root), RUN)
-    other = Lease(Index(root), RUN, clock=clock)
-    assert one.take()
+def test_dead_holder_loses_the_lease_after_its_timeout(root: Storage) -> None:
+    clock, first = clock_at(), Lease(Index(root), RUN)
+    second = Lease(Index(root), RUN, clock=clock)
+    assert first.take()
     until(lambda: beats(root))
-    die(one)
-    assert not other.take()
+    die(first)
+    assert not second.take()
     clock.return_value += LEASE_TIMEOUT - 0.1
-    assert not other.take()
+    assert not second.take()
     clock.return_value += 0.1
-    with other:
-        assert other.take()
-        assert not one.take(), "who was only paused has lost it, and follows"
+    with second:
+        assert second.take()
+        assert not first.take(), "who was only paused has lost it, and follows"
 
 
-def test_a_holder_that_lives_keeps_it_however_long_somebody_waits(
-    root: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_holder_keeps_the_lease_however_long_others_wait(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL", 0.01)
     clock = clock_at()
-    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN, clock=clock) as other:
-        assert one.take()
+    with Lease(Index(root), RUN) as first, Lease(Index(root), RUN, clock=clock) as second:
+        assert first.take()
         for _ in range(4):
             seen = beats(root)
             until(lambda seen=seen: beats(root) > seen)  # type: ignore[misc]
-            assert not other.take()
+            assert not second.take()
             clock.return_value += LEASE_TIMEOUT - 1
 
 
 def test_a_clock_that_jumps_by_an_hour_changes_nothing(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the day is never asked: neither a holder's that jumps nor an observer's ends or keeps a lease."""
-    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN, clock=clock_at()) as other:
-        assert one.take()
-        assert not other.take()
+    with Lease(Index(root), RUN) as first, Lease(Index(root), RUN, clock=clock_at()) as second:
+        assert first.take()
+        assert not second.take()
         real = time.time
         for hour in (3600, -3600):
             monkeypatch.setattr(time, "time", lambda hour=hour: real() + hour)
-            assert one.take()
-            assert not other.take()
+            assert first.take()
+            assert not second.take()
 
 
-def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
-    root: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_count_is_inherited_only_from_a_holder_seen_alive(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL", 0.01)
-    clock, one = clock_at(), Lease(Index(root), RUN, flow_run="theirs")
+    clock, first = clock_at(), Lease(Index(root), RUN, flow_run="theirs")
     follower = Lease(Index(root), RUN, flow_run="the follower's", clock=clock)
     newcomer = Lease(Index(root), RUN, clock=clock)
-    assert one.take()
+    assert first.take()
     assert not follower.take()
     seen = beats(root)
     until(lambda: beats(root) > seen)
     assert not follower.take()
-    die(one)
+    die(first)
     follower.take()
     clock.return_value += LEASE_TIMEOUT
     with follower, newcomer:
@@ -114,17 +110,17 @@ def test_a_count_is_inherited_from_a_holder_that_died_under_ones_eyes_alone(
         assert newcomer.inherited is None
 
 
-def test_who_followed_the_attempt_after_which_its_holder_stopped_stops_too(root: Storage) -> None:
-    with Lease(Index(root), RUN) as one, Lease(Index(root), RUN) as follower, Lease(Index(root), RUN) as newcomer:
-        assert one.take()
-        one.release(stopped=3)
+def test_follower_stops_with_the_leader(root: Storage) -> None:
+    with Lease(Index(root), RUN) as first, Lease(Index(root), RUN) as follower, Lease(Index(root), RUN) as newcomer:
+        assert first.take()
+        first.release(stopped=3)
         assert not follower.take(unless_stopped_after=3)
         assert follower.stopped_after(3)
         assert not follower.stopped_after(2)
         assert newcomer.take(), "a new command was typed by somebody who knows"
 
 
-def test_what_cannot_be_read_does_not_keep_the_lease_for_ever(root: Storage) -> None:
+def test_damaged_lease_files_do_not_hold_the_lease(root: Storage) -> None:
     """Whoever may write the bucket may have written it."""
     for run, damage in (("empty", b""), ("other", b'{"format": 1}'), ("long", b"\xff" * 70_000)):
         clock = clock_at()
@@ -148,6 +144,6 @@ def test_look_that_outlives_its_orchestrator_takes_nothing(root: Storage) -> Non
     lease._restrict_permissions = close
     lease.take()
     leaving.join()
-    with Lease(Index(root), RUN) as other:
-        assert other.take()
+    with Lease(Index(root), RUN) as second:
+        assert second.take()
     assert not lease.take()

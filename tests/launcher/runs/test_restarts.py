@@ -29,16 +29,16 @@ def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts:
     return RestartPolicy(run=run, max_restarts=max_restarts, settings=settings).decide(made).wait
 
 
-def goes_on(*endings: Ending, **given: Any) -> bool:
-    return after(*endings, **given) is not None
+def goes_on(*endings: Ending, **settings: Any) -> bool:
+    return after(*endings, **settings) is not None
 
 
-def test_a_machine_that_fails_again_and_again_costs_nothing_while_the_training_gets_on() -> None:
+def test_failures_with_progress_use_up_no_budget() -> None:
     for fault in (FailureClass.PREEMPTED, FailureClass.NODE, FailureClass.NETWORK):
         assert (after(*[(fault, True)] * 500) or 0) >= 5, "what costs nothing must not come back at once"
 
 
-def test_who_allows_no_new_attempt_gets_none_unless_a_machine_was_only_taken_away() -> None:
+def test_zero_restarts_apply_to_all_but_preemptions() -> None:
     for fault in (FailureClass.NODE, FailureClass.NETWORK):
         assert not goes_on((fault, True), max_restarts=0)
         assert not goes_on((fault, True), max_restarts=9, **{fault.replace(" ", "_"): 0})
@@ -51,21 +51,21 @@ def test_who_allows_no_new_attempt_gets_none_unless_a_machine_was_only_taken_awa
 
 def test_each_class_has_a_budget_of_its_own() -> None:
     for fault in COUNTED:
-        others = [(other, False) for other in COUNTED if other is not fault]
+        others = [(peer, False) for peer in COUNTED if peer is not fault]
         assert goes_on(*others * 2, *[(fault, False)] * 2, max_restarts=2)
         assert not goes_on(*[(fault, False)] * 3, max_restarts=2)
         assert goes_on(*[(fault, False)] * 4, **{fault.replace(" ", "_"): 4})
         assert not goes_on(*[(fault, False)] * 5, **{fault.replace(" ", "_"): {"attempts": 4}})
 
 
-def test_what_comes_back_is_not_tried_again_unless_its_class_is_given_a_budget() -> None:
+def test_class_without_default_budget_restarts_only_with_a_rule() -> None:
     assert not any(goes_on((fault, True), max_restarts=9) for fault in {*JOB_FAILURE_CLASSES} - {*COUNTED})
     assert goes_on((FailureClass.OUT_OF_MEMORY, False), max_restarts=0, out_of_memory=1)
     with pytest.raises(ValidationError, match="user_error"):
         RestartSettings.model_validate({"user_error": 1})
 
 
-def test_a_new_checkpoint_clears_the_counts_of_the_classes_that_forgive() -> None:
+def test_new_checkpoint_resets_the_counts_of_forgiving_classes() -> None:
     idle, busy = (FailureClass.PREEMPTED, False), (FailureClass.NODE, True)
     assert not goes_on(*[(FailureClass.HANG, True)] * 3, max_restarts=2), (
         "a hang is counted however far the attempt got"
@@ -75,7 +75,7 @@ def test_a_new_checkpoint_clears_the_counts_of_the_classes_that_forgive() -> Non
     assert not goes_on(busy, busy, node_fault={"reset_on_progress": False})
 
 
-def test_who_starts_a_run_again_after_its_budget_was_used_up_has_a_new_one() -> None:
+def test_new_command_after_a_used_up_budget_has_a_new_one() -> None:
     broken = (FailureClass.NODE, False)
     assert not goes_on(broken, broken)
     assert goes_on(broken, broken, broken)
@@ -86,7 +86,7 @@ def test_who_starts_a_run_again_after_its_budget_was_used_up_has_a_new_one() -> 
     st.lists(st.tuples(st.sampled_from(JOB_FAILURE_CLASSES), st.booleans()), min_size=1, max_size=40),
     st.integers(min_value=0, max_value=5),
 )
-def test_no_more_than_the_budgets_follow_in_a_row_without_progress(endings: list[Ending], max_restarts: int) -> None:
+def test_attempts_without_progress_stay_within_the_budgets(endings: list[Ending], max_restarts: int) -> None:
     row = 0
     for count, (_, progressed) in enumerate(endings, start=1):
         row = 0 if progressed else row + 1
@@ -95,11 +95,11 @@ def test_no_more_than_the_budgets_follow_in_a_row_without_progress(endings: list
         assert row <= max_restarts * len(COUNTED)
 
 
-def test_the_wait_doubles_up_to_its_cap_and_ends_with_the_first_progress() -> None:
+def test_wait_doubles_up_to_its_cap_until_the_first_progress() -> None:
     endings = [(FailureClass.PREEMPTED, False)] * 12
     waits = [after(*endings[:count], max_restarts=99) or 0 for count in range(1, 13)]
     nominal = [5, 10, 20, 40, 80, 160, 320, 600, 600, 600, 600, 600]
-    assert all(0.75 * whole <= wait <= whole for wait, whole in zip(waits, nominal, strict=True))
+    assert all(0.75 * longest <= wait <= longest for wait, longest in zip(waits, nominal, strict=True))
     assert all(later > earlier for earlier, later in pairwise(waits[:7]))
     assert after(*endings, (FailureClass.PREEMPTED, True), max_restarts=99) == 5
 
@@ -111,12 +111,12 @@ def test_progress_begins_the_doubling_of_the_wait_again() -> None:
 
 
 @given(st.integers(min_value=1, max_value=300), st.text())
-def test_a_wait_is_never_longer_than_its_cap_and_no_two_runs_come_back_together(idle: int, run: str) -> None:
-    wait, again, other = (
+def test_wait_is_capped_and_differs_between_runs(idle: int, run: str) -> None:
+    wait, again, different = (
         after(*[(FailureClass.NODE, False)] * idle, max_restarts=1000, run=name, longest_wait=60)
         for name in (run, run, f"{run}!")
     )
-    assert wait == again != other
+    assert wait == again != different
     assert 0 < (wait or 0) <= 60
 
 
@@ -139,8 +139,8 @@ def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
 
 def test_a_machine_is_avoided_after_it_was_blamed_twice() -> None:
     def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:
-        one = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=0)
-        return nodes_to_exclude([one.model_copy(update={"machine": machine}) for machine in machines], times=times)
+        verdict = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=0)
+        return nodes_to_exclude([verdict.model_copy(update={"machine": machine}) for machine in machines], times=times)
 
     assert avoided("gke-a", "gke-b") == ()
     assert avoided("b", "", "a", "a", "", "c", "b", "c", "c") == ("a", "b", "c")

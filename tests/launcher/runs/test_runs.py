@@ -62,12 +62,12 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
     ],
     ids=str,
 )
-def test_the_key_depends_on_what_decides_the_model(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_run_id_depends_on_dataset_model_and_training(tmp_path: Path, overrides: dict[str, Any]) -> None:
     assert run(tmp_path, overrides).key != run(tmp_path).key
     assert run(tmp_path, text="one\nfour\n").key != run(tmp_path).key
 
 
-def test_the_same_script_arguments_and_environment_are_the_same_job(tmp_path: Path) -> None:
+def test_same_script_arguments_and_environment_are_one_job(tmp_path: Path) -> None:
     config = ScriptConfig(name="pi", root=str(tmp_path), script="pi.py", args=("--steps", "9"), env={"A": "1"})
 
     def names(*changes: dict[str, Any]) -> set[str]:
@@ -87,7 +87,7 @@ def test_a_job_names_the_secrets_of_its_settings(tmp_path: Path) -> None:
     assert secrets({"project": "pages", "secret": None}) == secrets(None) == ()
 
 
-def test_a_checkpoint_that_is_too_small_for_the_model_is_no_progress(tmp_path: Path) -> None:
+def test_checkpoint_too_small_for_the_model_is_no_progress(tmp_path: Path) -> None:
     training, folder = run(tmp_path), checkpoints.folder_of(8)
     stored = [training.storage.write(f"{folder}/{name}", b"x") for name in (checkpoints.INDEX, "__0_0.distcp")]
     manifest = checkpoints.CheckpointManifest(
@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_too_small_for_the_model_is_no_progress(tmp_path: P
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 19))
-def test_steps_that_were_repeated_after_a_restart_count_once_and_pauses_too(seconds: list[float], back_to: int) -> None:
+def test_repeated_steps_and_pauses_count_once(seconds: list[float], back_to: int) -> None:
     rows = [{"kind": "step", "step": number, "step_seconds": took} for number, took in enumerate(seconds, start=1)]
     pauses = [{"kind": "evaluation", "step": 1, "seconds": 5.0}, {"kind": "checkpoint", "step": 1, "seconds": 1.0}]
     assert module.trained_seconds(rows + rows[back_to:] + pauses) == pytest.approx(sum(seconds) + 6)
@@ -119,7 +119,7 @@ def outcome(name: str, loss: float | None) -> Outcome:
     return Outcome(trial=trial, run=f"{name}-key", validation_loss=loss, tokens_per_second=100.0)
 
 
-def test_trials_are_all_combinations_in_the_order_they_are_written() -> None:
+def test_trials_are_all_combinations_in_the_written_order() -> None:
     made = trials(sweep({"train.learning_rate": [1e-3, 3e-4], "model.sequence_length": [128, 256]}, name="mine"))
     wanted = [(1e-3, 128), (1e-3, 256), (3e-4, 128), (3e-4, 256)]
     assert [tuple(trial.changes.values()) for trial in made] == wanted
@@ -130,7 +130,7 @@ def test_trials_are_all_combinations_in_the_order_they_are_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "said"),
+    ("grid", "message"),
     [
         ({"train.seed": [1], "train.micro_batch": [4, 5]}, "trial train.seed=1, train.micro_batch=5 cannot be used"),
         ({"train.lr": [1e-3]}, "train.lr: unknown setting"),
@@ -139,10 +139,10 @@ def test_trials_are_all_combinations_in_the_order_they_are_written() -> None:
         ({"train.micro_batch": [2, 4]}, "run the config once for each value with a name of its own"),
     ],
 )
-def test_a_grid_with_a_trial_that_cannot_be_or_is_another_is_refused(grid: dict[str, list[Any]], said: str) -> None:
+def test_grid_with_an_invalid_or_duplicate_trial_is_refused(grid: dict[str, list[Any]], message: str) -> None:
     with pytest.raises(ConfigProblem) as caught:
         trials(sweep(grid))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @given(st.lists(st.none() | st.floats(), max_size=8))

@@ -59,8 +59,8 @@ class Followed:
     def end(self) -> None:
         self.platform.end(self.id, JobState.SUCCEEDED)
 
-    def silent(self, *given: Any) -> Callable[[], None]:
-        return partial(self.platform.silence, *given)
+    def silent(self, *options: Any) -> Callable[[], None]:
+        return partial(self.platform.silence, *options)
 
     def follow(self, *fates: Fate, patience: float = 900) -> JobState:
         self.clock = Hours(*fates)
@@ -87,7 +87,7 @@ def followed(tmp_path: Path) -> Followed:
     st.lists(st.tuples(st.floats(1, 500).map(lambda at: round(at, 3)), st.integers(0, 1)), max_size=12),
     st.lists(st.tuples(st.floats(0, 400), st.floats(1, 100)), max_size=3),
 )
-def test_every_line_is_delivered_once_and_in_order_however_the_platform_falls_silent(
+def test_each_log_line_is_delivered_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[float, int]], silences: list[tuple[float, float]]
 ) -> None:
     followed = Followed(tmp_path_factory.mktemp("run"))
@@ -100,7 +100,7 @@ def test_every_line_is_delivered_once_and_in_order_however_the_platform_falls_si
     assert followed.lines == [f"line {number}" for number in order]
 
 
-def test_what_a_job_writes_just_before_it_ends_is_delivered(tmp_path: Path) -> None:
+def test_last_lines_of_a_job_are_delivered(tmp_path: Path) -> None:
     class EndsBetweenTwoLooks(StrictPlatform):
         """Its job writes a last line and ends right after its log was read."""
 
@@ -115,7 +115,7 @@ def test_what_a_job_writes_just_before_it_ends_is_delivered(tmp_path: Path) -> N
     assert (followed.follow(), followed.lines) == (JobState.FAILED, ["last words"])
 
 
-def test_a_silence_shorter_than_the_patience_is_borne_told_once_and_each_answer_renews_it(followed: Followed) -> None:
+def test_short_silence_is_reported_once_and_an_answer_resets_it(followed: Followed) -> None:
     fates: list[Fate] = [(10, followed.silent(True)), (20, followed.silent(False))]  # a moment, of which nobody is told
     for begins, why in ((1000, None), (2000, REFUSED)):  # together far longer than the patience
         fates += [(begins, followed.silent(True, why)), (begins + 850, followed.silent(False))]
@@ -123,7 +123,7 @@ def test_a_silence_shorter_than_the_patience_is_borne_told_once_and_each_answer_
     assert followed.silences == ["connection timed out", str(REFUSED)]
 
 
-def test_after_the_patience_waiting_is_given_up_with_what_to_do_and_the_job_is_left_alone(followed: Followed) -> None:
+def test_long_silence_ends_the_wait_and_leaves_the_job_alone(followed: Followed) -> None:
     silent = rf"{followed.id} on strict: no answer for 310 s \(connection timed out\)"
     with pytest.raises(PlatformUnreachable, match=silent):
         followed.follow((100, followed.silent(True)), patience=300)
@@ -132,7 +132,7 @@ def test_after_the_patience_waiting_is_given_up_with_what_to_do_and_the_job_is_l
     assert followed.follow((50, followed.end)) is JobState.SUCCEEDED
 
 
-def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(followed: Followed) -> None:
+def test_wait_for_an_unknown_job_ends(followed: Followed) -> None:
     remove = partial(followed.platform.remove, followed.id)
     remove()
     with pytest.raises(PlatformUnreachable, match=r"strict has not known strict/gpt-1-1-\w+ for \d+ s; was it removed"):
@@ -140,7 +140,7 @@ def test_a_job_that_the_platform_does_not_know_is_waited_for_and_not_for_ever(fo
     assert followed.clock.now() >= 1000 + 600 + 550
 
 
-def test_a_pause_is_as_long_as_asked_for_and_ends_with_what_a_look_raises(monkeypatch: Any) -> None:
+def test_pause_has_its_length_and_ends_with_an_error_of_look(monkeypatch: Any) -> None:
     monkeypatch.setattr(waiting, "now", (clock := Hours()).now)
     monkeypatch.setattr(waiting, "sleep", clock.sleep)
     looks = iter([NetworkError("no answer"), *[None] * 6, JobCancelled("cancelled")])
