@@ -201,18 +201,24 @@ class _Gradients:
 
 
 def _multiply(
-    left: Tensor, right: Tensor, *, out: Tensor, workspace: Tensor | None = None, alpha: float = 1.0, add: bool = False
+    first: Tensor,
+    second: Tensor,
+    *,
+    out: Tensor,
+    workspace: Tensor | None = None,
+    alpha: float = 1.0,
+    add: bool = False,
 ) -> None:
     """Write, or add, `alpha` times a matrix product, summed in the precision of `out` where the device can.
 
     Where it cannot, `workspace` holds the product in the operands' precision.
     """
-    if left.dtype == out.dtype:
-        torch.addmm(out, left, right, beta=float(add), alpha=alpha, out=out)
-    elif left.device.type == "cuda":
-        torch.addmm(out, left, right, out_dtype=out.dtype, beta=float(add), alpha=alpha, out=out)
+    if first.dtype == out.dtype:
+        torch.addmm(out, first, second, beta=float(add), alpha=alpha, out=out)
+    elif first.device.type == "cuda":
+        torch.addmm(out, first, second, out_dtype=out.dtype, beta=float(add), alpha=alpha, out=out)
     else:
-        product = torch.mm(left, right, out=workspace)
+        product = torch.mm(first, second, out=workspace)
         if add:
             out.add_(product, alpha=alpha)
         else:

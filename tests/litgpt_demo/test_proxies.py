@@ -37,35 +37,35 @@ assert httpx.get("http://models.invalid/a").status_code == 403
 """
 
 
-def test_clients_go_through_a_proxy_to_other_hosts_and_never_to_this_machine(tmp_path: Path) -> None:
+def test_clients_use_a_proxy_for_other_hosts_only(tmp_path: Path) -> None:
     repository = Repository({"tokenizer.json": large_vocabulary(tmp_path / "tokenizer").read_bytes()})
     served = running_hub({"owner/model": repository})
     with refusing_proxy() as proxy, bucket_emulator("files") as bucket, served as hub:
-        here = {"STORAGE_EMULATOR_HOST": bucket, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
-        environment = os.environ | proxy.environment | here
+        variables = {"STORAGE_EMULATOR_HOST": bucket, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
+        environment = os.environ | proxy.environment | variables
         done = subprocess.run([sys.executable, "-c", CLIENTS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert proxy.asked == ["GET http://models.invalid/a HTTP/1.1"]
 
 
-def test_what_is_exempt_already_stays_exempt() -> None:
-    for given, exempt in (
+def test_exempt_hosts_stay_exempt() -> None:
+    for changes, exempt in (
         ({"NO_PROXY": "intern.example, 127.0.0.1"}, "intern.example,127.0.0.1,localhost,::1"),
         ({"no_proxy": "a.example", "NO_PROXY": "b.example"}, "a.example,localhost,127.0.0.1,::1"),
         ({"no_proxy": "*"}, "*"),
     ):
-        environ = {"HTTPS_PROXY": "proxy.example:3128", **given}
+        environ = {"HTTPS_PROXY": "proxy.example:3128", **changes}
         settle_proxies(environ)
         assert environ["no_proxy"] == environ["NO_PROXY"] == exempt
 
 
-def test_a_proxy_that_no_client_can_use_is_refused_without_its_password() -> None:
-    for address, words in (
+def test_unusable_proxy_is_refused_without_its_password() -> None:
+    for address, message in (
         ("socks4://me:s3cret@127.0.0.1:1080", "ALL_PROXY is no address of a proxy.*socks5://.*unset ALL_PROXY"),
         # Clients say what they could not read as a port, and that is the password's beginning.
         ("http://me:s3cret#1@proxy.example:3128", r"ALL_PROXY is no address of a proxy.*%23"),
         ("socks5://me:s3cret@127.0.0.1:1080", "pip install socksio PySocks"),
     ):
-        with pytest.raises(UserError, match=words) as refused:
+        with pytest.raises(UserError, match=message) as refused:
             settle_proxies({"ALL_PROXY": address})
         assert "s3cret" not in str(refused.value)

@@ -33,11 +33,11 @@ def test_no_flipped_bit_changes_what_the_nodes_are_told(
     run = open_storage(str(tmp_path_factory.mktemp("run")))
     write_document(run, DOCUMENT)
     assert (read_document(run), read_spec(run)) == (DOCUMENT, SPEC)
-    content = bytearray(whole := run.read("config.json"))
+    content = bytearray(sound := run.read("config.json"))
     for flip in flips:
         content[flip // 8 % len(content)] ^= 1 << flip % 8
     run.write("config.json", bytes(content))
-    if content == whole:
+    if content == sound:
         assert read_spec(run) == SPEC
     else:
         with pytest.raises(DataError, match=r"config\.json is not .*; copy a sound one.* `train-litgpt run` .* anew$"):
@@ -73,7 +73,7 @@ def filled(place: Storage) -> Listing:
     return Listing(files=tuple(FileRecord.of(place.write(*item)) for item in CONTENTS.items()))
 
 
-def test_a_folder_is_done_when_its_manifest_is_there_and_says_what_was_written(place: Storage) -> None:
+def test_folder_is_complete_once_its_manifest_exists(place: Storage) -> None:
     listing = filled(place)
     assert read_manifest(place, Listing) is None
     write_manifest(place, listing)
@@ -84,7 +84,7 @@ def test_a_folder_is_done_when_its_manifest_is_there_and_says_what_was_written(p
             read_manifest(place, Listing)
 
 
-def test_files_are_brought_with_every_byte_as_listed_again_where_one_is_wrong(place: Storage, tmp_path: Path) -> None:
+def test_damaged_files_are_fetched_again_and_verified(place: Storage, tmp_path: Path) -> None:
     listing = filled(place)
     folder = fetch_verified(place, listing.files, lambda: tmp_path / "scratch")
     assert {name: (folder / name).read_bytes() for name in CONTENTS} == CONTENTS
@@ -99,12 +99,12 @@ def test_files_are_brought_with_every_byte_as_listed_again_where_one_is_wrong(pl
 
 def test_a_file_that_is_not_as_listed_is_named(place: Storage, tmp_path: Path) -> None:
     listing = filled(place)
-    for content, words in (
+    for content, message in (
         (b"012345678", r"train\.bin has 9 bytes, its manifest says 10"),
         (b"0123456788", r"train\.bin has crc32c [0-9a-f]{8}, its manifest says 280c069e"),
     ):
         place.write("train.bin", content)
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=message):
             fetch_verified(place, listing.files, lambda: tmp_path / "scratch")
     place.remove("train.bin")
     with pytest.raises(DataError, match=r"train\.bin is missing"):

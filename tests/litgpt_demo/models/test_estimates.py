@@ -32,7 +32,7 @@ def built(config: Any) -> GPT:
         return GPT(Config(**fields))
 
 
-def test_the_parameters_of_every_model_in_the_catalogue_are_known_to_the_last() -> None:
+def test_parameter_counts_of_the_catalogue_are_exact() -> None:
     assert len(configs) > 100
     assert {config["name"] for config in configs} <= catalogue.models().keys()
     seen = set()
@@ -107,7 +107,7 @@ def test_the_memory_of_a_step_is_about_what_is_measured(
     assert said == pytest.approx(measured(config, train, length), rel=0.1)
 
 
-def test_sharding_divides_the_state_and_recomputing_shrinks_what_is_kept() -> None:
+def test_sharding_and_recomputing_shrink_the_memory_estimate() -> None:
     config = completed("pythia-1b")
 
     def memory(world_size: int, nodes: int = 1, **train: Any) -> estimates.Memory:

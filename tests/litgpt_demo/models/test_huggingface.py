@@ -75,7 +75,7 @@ EVERY = {name: huggingface_model(Config(**fields)) for name, fields in catalogue
 KINDS = {(*model.fields["architectures"], *sorted(model.fields)): name for name, model in EVERY.items() if model}
 
 
-def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_transformers(tmp_path: Path) -> None:
+def test_catalogue_families_compute_the_same_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     assert [name for name, model in EVERY.items() if model is None] == []
@@ -84,24 +84,26 @@ def test_every_model_of_the_catalogue_is_of_a_family_and_each_says_the_same_in_t
         config = small(name)
         model, found = random_model(config), huggingface_model(config)
         folder = exported(saved(model, tmp_path / name / "shards"), found, tmp_path / name / "huggingface")
-        theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-        assert type(theirs).__name__ == architecture
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        assert type(loaded).__name__ == architecture
         capped = config.attention_logit_softcapping is not None
-        assert theirs.config._attn_implementation == ("eager" if capped else "sdpa"), name
+        assert loaded.config._attn_implementation == ("eager" if capped else "sdpa"), name
         assert not any(info.values()), name
         ids = torch.randint(0, 300, (2, 40))
         with torch.no_grad():
-            ours = model(ids)
-            torch.testing.assert_close(theirs(ids).logits, ours, rtol=0, atol=1e-5 * float(ours.abs().max()), msg=name)
+            logits = model(ids)
+            torch.testing.assert_close(
+                loaded(ids).logits, logits, rtol=0, atol=1e-5 * float(logits.abs().max()), msg=name
+            )
         # And back, as weights that a training starts from.
         from safetensors.torch import load_file
 
         back = found.rename_back(load_file(folder / "model.safetensors"))
         assert back.keys() == model.state_dict().keys(), name
-        assert all(torch.equal(back[one], tensor) for one, tensor in model.state_dict().items()), name
+        assert all(torch.equal(back[key], tensor) for key, tensor in model.state_dict().items()), name
 
 
-def asked(name: str, config: Config, folder: Path) -> list[tuple[str, str]]:
+def problems_of(name: str, config: Config, folder: Path) -> list[tuple[str, str]]:
     """What is wrong with the weights of a folder for this model."""
     full = Config(**catalogue.models()[name])
     known = {field: value for field, value in vars(config).items() if field in Config.__dataclass_fields__}
@@ -128,14 +130,14 @@ def test_weights_are_taken_with_transformers_own_config(name: str, tmp_path: Pat
     config = small(name)
     found = huggingface_model(config)
     folder = exported(saved(random_model(config), tmp_path / "shards"), found, tmp_path / "huggingface")
-    assert asked(name, config, folder) == []
+    assert problems_of(name, config, folder) == []
     saved_by_transformers(folder)
-    assert asked(name, config, folder) == []
+    assert problems_of(name, config, folder) == []
     document = json.loads((folder / "config.json").read_text())
     ropes = document["rope_parameters"]
     (ropes if "rope_theta" in ropes else ropes["full_attention"])["rope_theta"] = 77.0
     (folder / "config.json").write_text(json.dumps(document))
-    ((what, fix),) = asked(name, config, folder)
+    ((what, fix),) = problems_of(name, config, folder)
     assert "the model has rope_parameters {" in what
     assert fix == "make model.name and model.config those of the weights"
 
@@ -146,7 +148,7 @@ def test_weights_of_pythia_are_taken_as_the_hub_has_them(tmp_path: Path) -> None
     folder = exported(saved(random_model(config), tmp_path / "shards"), found, tmp_path / "huggingface")
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({name: fields[name] for name in fields if name != "rope_theta"}))
-    assert asked("pythia-14m", config, folder) == []
+    assert problems_of("pythia-14m", config, folder) == []
 
 
 def test_a_wrong_window_is_noticed_beyond_256_tokens(tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_a_logit_that_is_no_number_is_not_taken_for_rounding(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_keep_their_precision_and_their_bits_in_as_many_files_as_the_limit_asks_for(
+def test_exported_weights_keep_their_bits_in_limited_files(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -194,7 +196,7 @@ def test_weights_keep_their_precision_and_their_bits_in_as_many_files_as_the_lim
     folder = exported(weights, found, tmp_path / "huggingface")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert max(path.stat().st_size for path in folder.glob("*.safetensors")) < 150_000
-    theirs, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(info.values())
-    assert torch.equal(theirs.lm_head.weight, model.lm_head.weight)
-    assert torch.equal(theirs.model.layers[1].self_attn.q_proj.weight, model.transformer.h[1].attn.qkv.weight[:64])
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(loaded.model.layers[1].self_attn.q_proj.weight, model.transformer.h[1].attn.qkv.weight[:64])

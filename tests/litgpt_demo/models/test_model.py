@@ -32,7 +32,7 @@ def gpt(seed: int, **config: Any) -> GPT:
     return made
 
 
-def test_a_named_model_is_litgpts_own_and_an_inline_one_takes_the_tokenizers_vocabulary_and_the_length() -> None:
+def test_inline_model_takes_vocabulary_and_length_of_the_data() -> None:
     assert litgpt_config(model("pythia-14m", length=128), vocab_size=50_277) == Config.from_name("pythia-14m")
     config = litgpt_config(model(**SMALL), vocab_size=300)
     assert (config.vocab_size, config.padded_vocab_size, config.block_size) == (300, 320, 32)
@@ -71,7 +71,7 @@ def test_a_rank_draws_only_pieces_of_its_shard(monkeypatch: pytest.MonkeyPatch) 
         torch.distributed.destroy_process_group()
 
 
-def test_initial_weights_have_gpt_neoxs_spread_and_projections_a_smaller_one() -> None:
+def test_initial_weights_have_the_spread_of_gpt_neox() -> None:
     wide = gpt(seed=7, n_embd=256, n_head=2)
     for name, weight in wide.named_parameters():
         if name.endswith(".bias"):
@@ -96,7 +96,7 @@ def test_sampling_equals_full_passes_when_windowed(window: int, cap: float | Non
     assert [*prompt, *written] == expected
 
 
-def test_a_change_goes_on_top_of_the_named_model_and_leaves_the_catalogue_alone() -> None:
+def test_changes_of_a_named_model_leave_the_catalogue_unchanged() -> None:
     changed = catalogue.settings("pythia-14m", {"n_layer": 2})
     assert changed == catalogue.settings("pythia-14m", {}) | {"n_layer": 2}
     assert catalogue.settings("pythia-14m", {})["n_layer"] == 6
@@ -126,7 +126,7 @@ def test_a_change_goes_on_top_of_the_named_model_and_leaves_the_catalogue_alone(
         ("NVIDIA GeForce RTX 3090", None),
     ],
 )
-def test_a_device_is_known_by_the_names_that_are_met_and_no_other_is_guessed(said: str, name: str | None) -> None:
+def test_devices_match_their_names_and_no_others(said: str, name: str | None) -> None:
     device = device_named(said)
     assert (device and device.name) == name
 

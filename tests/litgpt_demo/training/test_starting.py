@@ -72,9 +72,7 @@ def of_transformers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mod
         return folder, ModelConfig(name=None, config=LLAMA, sequence_length=32), model(IDS).logits
 
 
-def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_asked(
-    finished: Path, new_run: NewRun
-) -> None:
+def test_run_starts_from_weights_and_optimizer_of_another_run(finished: Path, new_run: NewRun) -> None:
     origin = found(finished)
     assert asked(origin) == []
     assert found(finished / folder_of(12)) == origin
@@ -99,7 +97,7 @@ def test_a_run_starts_from_another_ones_weights_and_with_them_its_optimizer_if_a
             assert float(model(*batch)) == pytest.approx(last, abs=1e-5)
 
 
-def test_ranks_that_share_the_model_start_from_the_same_weights_and_a_resume_goes_on_from_its_own_checkpoint(
+def test_sharded_run_starts_from_weights_and_resumes_its_own(
     finished: Path, new_run: NewRun, tmp_path: Path, train_elsewhere: TrainElsewhere
 ) -> None:
     source = Path(shutil.copytree(finished, tmp_path / "source"))
@@ -175,7 +173,7 @@ def test_nodes_fetch_from_a_bucket_what_they_start_from(
     assert not list(run.rglob("origin-*"))
 
 
-def test_weights_of_litgpt_and_of_transformers_give_the_logits_that_they_gave(
+def test_started_model_has_the_logits_of_its_weights(
     of_transformers: tuple[Path, ModelConfig, torch.Tensor], new_run: NewRun, tmp_path: Path
 ) -> None:
     config = litgpt_config(MODEL, vocab_size=300)
@@ -283,7 +281,7 @@ def test_model_of_the_hub_is_fetched_at_the_start_as_pinned(
             found("someone/else")
 
 
-def test_each_thing_that_does_not_fit_is_named_with_what_would_do(
+def test_each_mismatch_with_the_weights_has_a_fix(
     of_transformers: tuple[Path, ModelConfig, torch.Tensor], finished: Path, new_run: NewRun, tmp_path: Path
 ) -> None:
     origin = found(finished)

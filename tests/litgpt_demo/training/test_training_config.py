@@ -25,7 +25,7 @@ def test_a_count_means_the_same_as_number_float_and_text(count: int) -> None:
 
 
 @pytest.mark.parametrize("written", [20.5, "many", ".inf", -1, 0])
-def test_what_is_no_count_is_refused(written: object) -> None:
+def test_invalid_counts_are_refused(written: object) -> None:
     with pytest.raises(ValidationError, match="max_tokens"):
         train(max_tokens=written)
 
@@ -65,7 +65,7 @@ def test_what_is_no_count_is_refused(written: object) -> None:
         (ModelConfig, {"config": {"n_head": 3}}, "on pythia-14m is no LitGPT Config"),
     ],
 )
-def test_fields_that_contradict_each_other_or_make_no_model_are_refused_with_what_would_do(
+def test_contradicting_fields_are_refused_with_a_fix(
     kind: type[TrainConfig | ModelConfig | RunConfig], written: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValidationError, match=message):
@@ -87,14 +87,14 @@ def test_a_global_batch_splits_or_one_that_does_is_named(
 
 
 @given(tokens=st.integers(1, 10**12), batch=st.integers(1, 4096), length=st.integers(1, 8192))
-def test_a_run_sees_the_tokens_that_were_asked_for_or_all_data_once(tokens: int, batch: int, length: int) -> None:
+def test_steps_cover_max_tokens_or_all_data_once(tokens: int, batch: int, length: int) -> None:
     steps = train(max_tokens=tokens, global_batch=batch, micro_batch=1).steps(tokens=7, sequence_length=length)
     assert 0 <= steps * batch * length - tokens < batch * length
     steps = train(global_batch=batch, micro_batch=1).steps(tokens=tokens, sequence_length=length)
     assert steps == max(1, math.floor(tokens / (batch * length)))
 
 
-def test_the_key_of_an_input_is_the_same_in_every_version_of_this_program() -> None:
+def test_content_hash_is_the_same_in_every_version() -> None:
     # Written down: a key that drifts orphans every dataset and run that exists.
     assert content_hash(1, {"a": [1, "ü"], "b": None}) == "97c1fb1a05"
 
@@ -125,7 +125,7 @@ def test_changed_defaults_come_with_new_run_ids() -> None:
     assert found == DEFAULTS, "a default changed: raise FORMAT in launcher/runs/run.py, then change DEFAULTS"
 
 
-def test_run_id_holds_the_shaping_settings_that_differ_from_defaults() -> None:
+def test_run_id_holds_the_changed_shaping_settings() -> None:
     assert train().run_id_settings() == {}
     assert train(seed=1337, micro_batch=1).run_id_settings() == {}
     assert train(seed=1, schedule="linear", micro_batch=1).run_id_settings() == {"seed": 1, "schedule": "linear"}
