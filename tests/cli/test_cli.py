@@ -46,7 +46,7 @@ train: {global_batch: 4, micro_batch: 4, max_steps: 8, warmup_steps: 1, precisio
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a training, a script and a sweep, in which one starts."""
     monkeypatch.chdir(tmp_path)
     poem = "\n\n".join(f"{number} bottles on the wall, {number} of them fall" for number in range(200))
@@ -63,7 +63,7 @@ def squeezed(text: str) -> str:
     return re.sub(r"[ ]+", " ", text).strip()
 
 
-def test_looking_imports_nothing_heavy(here: Path) -> None:
+def test_looking_imports_nothing_heavy(workdir: Path) -> None:
     code = (
         "import os, sys, cli.main\n"
         "sys.argv[0] = 'train-litgpt'\n"
@@ -75,24 +75,24 @@ def test_looking_imports_nothing_heavy(here: Path) -> None:
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    completed, *_, ours, others, imported = done.stdout.splitlines()
+    completed, *_, own, others, imported = done.stdout.splitlines()
     assert completed == "status"
-    assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", ours)
+    assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", own)
     assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", others)
     heavy = {"torch", "lightning", "litgpt", "prefect", "gigatoken", "pyarrow", "matplotlib", "google.cloud"}
     assert heavy.isdisjoint(imported.split())
 
 
-def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it_runs(here: Path, cli: Cli) -> None:
+def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
     for name, kind in (("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)):
-        config = read_config(here / name, ["platform.processes=1"], here / "there.yaml")
+        config = read_config(workdir / name, ["platform.processes=1"], workdir / "there.yaml")
         assert type(config) is kind
         assert (config.root, config.platform.nodes, config.platform.processes) == ("there", 1, 1)
-    assert str(here / "there") in cli("status", "training.yaml", "--platform", "there.yaml").err
+    assert str(workdir / "there") in cli("status", "training.yaml", "--platform", "there.yaml").err
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("arguments", "named"),
     [
         (["plan", "poem.txt"], "holds no settings"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
@@ -107,17 +107,17 @@ def test_sections_say_what_a_config_is_and_a_profile_takes_the_place_of_where_it
         (["init", "moon"], "unknown platform 'moon'; choose one of batch, gke, local, runai"),
         (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),
     ],
-    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+    ids=lambda arguments: " ".join(arguments) if isinstance(arguments, list) else "",
 )
-def test_what_cannot_be_used_is_named_and_starts_nothing(
-    cli: Cli, here: Path, words: list[str], named: str, monkeypatch: pytest.MonkeyPatch
+def test_invalid_request_is_named_and_starts_nothing(
+    cli: Cli, workdir: Path, arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("cli.main._run_in_foreground")  # which starts a server
-    said = cli(*words)
-    assert (said.code, said.out) == (USER, "")
-    assert said.err.startswith("error ")
-    assert named in said.err
-    assert not (here / "out").exists()
+    output = cli(*arguments)
+    assert (output.code, output.out) == (USER, "")
+    assert output.err.startswith("error ")
+    assert named in output.err
+    assert not (workdir / "out").exists()
 
 
 def test_a_dataset_is_verified_or_each_problem_is_a_line(
@@ -126,47 +126,51 @@ def test_a_dataset_is_verified_or_each_problem_is_a_line(
     assert cli("verify", str(dataset[1])).code == 0
     (copied / "train.bin").write_bytes((copied / "train.bin").read_bytes()[::-1])
     (copied / "val.bin").unlink()
-    said = cli("verify", str(copied))
-    assert (said.code, "val.bin is missing" in said.err, "\n✗ train.bin has crc32c" in said.err) == (DATA, True, True)
+    output = cli("verify", str(copied))
+    assert (output.code, "val.bin is missing" in output.err, "\n✗ train.bin has crc32c" in output.err) == (
+        DATA,
+        True,
+        True,
+    )
 
 
-def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, here: Path) -> None:
-    before = sorted(here.iterdir())
-    said = cli("render", "training.yaml", "platform={kind: local, nodes: 2}", "train.micro_batch=2")
-    assert said.code == 0
-    assert "000000, at the end of the job's name, stands for a random number of each attempt" in said.err
-    assert yaml.safe_load(said.out)["directory"].startswith(f"{here}/out/runs/tiny-")
+def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, workdir: Path) -> None:
+    before = sorted(workdir.iterdir())
+    output = cli("render", "training.yaml", "platform={kind: local, nodes: 2}", "train.micro_batch=2")
+    assert output.code == 0
+    assert "000000, at the end of the job's name, stands for a random number of each attempt" in output.err
+    assert yaml.safe_load(output.out)["directory"].startswith(f"{workdir}/out/runs/tiny-")
     (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, 9, 0.5]", "env={N: 4}").out)["nodes"]
-    assert (node["argv"][-4:], node["env"]["N"]) == ([f"{here}/pi.py", "--steps", "9", "0.5"], "4")
-    one, other = yaml.safe_load_all(cli("render", "sweep.yaml").out)
-    assert one["directory"] != other["directory"]
-    assert sorted(here.iterdir()) == before
+    assert (node["argv"][-4:], node["env"]["N"]) == ([f"{workdir}/pi.py", "--steps", "9", "0.5"], "4")
+    item, another = yaml.safe_load_all(cli("render", "sweep.yaml").out)
+    assert item["directory"] != another["directory"]
+    assert sorted(workdir.iterdir()) == before
 
 
-def test_plan_says_what_would_be_done_where_and_what_stands_in_the_way(cli: Cli, here: Path) -> None:
-    said = cli("plan", "training.yaml")
-    assert said.code == 0
-    assert f"training train 8 steps {here}/out/runs/tiny-" in squeezed(said.out)
-    assert "dataset prepare 1 files" in squeezed(said.out)
+def test_plan_prints_steps_places_and_blockers(cli: Cli, workdir: Path) -> None:
+    output = cli("plan", "training.yaml")
+    assert output.code == 0
+    assert f"training train 8 steps {workdir}/out/runs/tiny-" in squeezed(output.out)
+    assert "dataset prepare 1 files" in squeezed(output.out)
     assert cli("plan", "script.yaml").out.splitlines() == ["nothing blocks it"], "restarts are the usual ones"
     assert "new attempts after node fault 1 " in cli("plan", "script.yaml", "max_restarts=1").out
     assert "all 2, 1 at a time 16 steps left" in squeezed(cli("plan", "sweep.yaml").out)
-    said = cli("plan", "training.yaml", f"root={here}/poem.txt/x")
-    assert (said.code, "root.not-a-folder" in said.out) == (USER, True)
-    (here / "poem.txt").write_text("")
-    said = cli("plan", "training.yaml")
-    assert (said.code, "✗ data.corpus holds no text" in said.out) == (DATA, True)
-    assert not (here / "out").exists()
+    output = cli("plan", "training.yaml", f"root={workdir}/poem.txt/x")
+    assert (output.code, "root.not-a-folder" in output.out) == (USER, True)
+    (workdir / "poem.txt").write_text("")
+    output = cli("plan", "training.yaml")
+    assert (output.code, "✗ data.corpus holds no text" in output.out) == (DATA, True)
+    assert not (workdir / "out").exists()
 
 
 @pytest.mark.parametrize(("encoding", "folder", "arrow"), [("ascii", "caf\\xe9", ">"), ("utf-8", "café", "→")])
 def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
-    encoding: str, folder: str, arrow: str, here: Path, monkeypatch: pytest.MonkeyPatch
+    encoding: str, folder: str, arrow: str, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
     monkeypatch.setattr(
-        "sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={here}/café", "train.max_restarts=1"]
+        "sys.argv", ["train-litgpt", "plan", "training.yaml", f"root={workdir}/café", "train.max_restarts=1"]
     )
     with pytest.raises(SystemExit, match="0"):
         main()
@@ -175,42 +179,42 @@ def test_any_encoding_of_a_terminal_or_a_pipe_gets_every_line(
     assert f"\n{arrow} " in shown.replace("    ", "")
 
 
-def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
-    monkeypatch.setenv("PATH", str(here))
-    told = cli("doctor", "--root", "out").out
-    assert "! git is not installed" in told
-    assert len({line.index("  package.") for line in told.splitlines() if "  package." in line}) == 1, "a column"
+def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
+    monkeypatch.setenv("PATH", str(workdir))
+    lines = cli("doctor", "--root", "out").out
+    assert "! git is not installed" in lines
+    assert len({line.index("  package.") for line in lines.splitlines() if "  package." in line}) == 1, "a column"
     assert cli("doctor", "--root", "poem.txt").code == USER
 
 
 def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_any_more(
-    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
     monkeypatch.setattr("cli.main._run_in_foreground", lambda *_, **__: final)
-    monkeypatch.setattr("cli.main.plan_to_start", lambda _: (here / "poem.txt").unlink(missing_ok=True))
-    said = cli("run", "training.yaml")
-    assert (said.code, said.err) == (0, "")
-    model = str(here / "out/runs/tiny-0123456789/final/litgpt")
-    assert "out/runs/tiny-0123456789/final/litgpt" in said.out
+    monkeypatch.setattr("cli.main.plan_to_start", lambda _: (workdir / "poem.txt").unlink(missing_ok=True))
+    output = cli("run", "training.yaml")
+    assert (output.code, output.err) == (0, "")
+    model = str(workdir / "out/runs/tiny-0123456789/final/litgpt")
+    assert "out/runs/tiny-0123456789/final/litgpt" in output.out
     assert json.loads(cli("run", "training.yaml", "--json").out)["model"] == model
 
 
 def test_where_nothing_was_started_verbs_say_so_and_are_no_success(
-    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cli.main.check_evaluation", lambda _: [])  # the harness may not be installed
     verbs = ("status", "cancel", "logs", "collect", "generate", "evaluate")
-    for verb, *words in (*((verb, "training.yaml") for verb in verbs), ("evaluate", "@last", "--root", "out")):
-        said = cli(verb, *words, *(["tasks=[words]"] if verb == "evaluate" else []))
-        assert (said.code, said.out, "nothing has been started under" in said.err) == (UNKNOWN, "", True)
-    for words in (["out"], ["--root", "out"]):
-        assert cli("runs", *words) == Said(0, f"nothing has been started under {here}/out\n", "")
-        assert cli("runs", *words, "--json").out == "[]\n"
+    for verb, *arguments in (*((verb, "training.yaml") for verb in verbs), ("evaluate", "@last", "--root", "out")):
+        output = cli(verb, *arguments, *(["tasks=[words]"] if verb == "evaluate" else []))
+        assert (output.code, output.out, "nothing has been started under" in output.err) == (UNKNOWN, "", True)
+    for arguments in (["out"], ["--root", "out"]):
+        assert cli("runs", *arguments) == Said(0, f"nothing has been started under {workdir}/out\n", "")
+        assert cli("runs", *arguments, "--json").out == "[]\n"
 
 
-def claim(here: Path) -> Claim:
-    return claim_of(read_config(here / "training.yaml", None))
+def claim(workdir: Path) -> Claim:
+    return claim_of(read_config(workdir / "training.yaml", None))
 
 
 def attempt_in(folder: Path, *logs: str, **result: Any) -> Path:
@@ -225,18 +229,18 @@ def attempt_in(folder: Path, *logs: str, **result: Any) -> Path:
 
 
 @pytest.fixture
-def failed(here: Path) -> Path:
+def failed(workdir: Path) -> Path:
     """The folder of an attempt that ended badly."""
     result = {"state": "failed", "native": "node 1 ended with 41 (data error)", "exit_codes": {"1": 41}}
     return attempt_in(
-        Path(claim(here).reattach_or_create().job_id), "[rank0]: hello\n", "[rank1]: boom :x:\n", **result
+        Path(claim(workdir).reattach_or_create().job_id), "[rank0]: hello\n", "[rank1]: boom :x:\n", **result
     )
 
 
 @pytest.fixture
-def running(here: Path, failed: Path) -> Iterator[Path]:
+def running(workdir: Path, failed: Path) -> Iterator[Path]:
     """A second attempt after it, which runs."""
-    folder = attempt_in(Path(claim(here).reattach_or_create().job_id), "[rank0]: once more\n")
+    folder = attempt_in(Path(claim(workdir).reattach_or_create().job_id), "[rank0]: once more\n")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as its supervisor holds it
         yield folder
@@ -248,41 +252,41 @@ def write_metrics(run: Path) -> None:
     (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in (start, *steps)))
 
 
-def test_status_lists_every_attempt_on_a_line_and_how_far_it_is(cli: Cli, here: Path, running: Path) -> None:
+def test_status_lists_every_attempt_on_a_line_and_how_far_it_is(cli: Cli, workdir: Path, running: Path) -> None:
     write_metrics(running.parents[1])
     _, first, second, progress = cli("status", "training.yaml").out.splitlines()
     assert squeezed(first) == f"1 failed node 1 ended with 41 (data error) {running.with_name('1')}"
     assert squeezed(second) == f"2 running running {running}"
     assert progress == "step 2/8, loss 5.5000, 18 s left"
-    (here / "poem.txt").unlink()  # a run is found by its name: what it was made of may have changed
+    (workdir / "poem.txt").unlink()  # a run is found by its name: what it was made of may have changed
     assert cli("status", "training.yaml").out.splitlines()[2] == second
 
 
 def test_every_verb_takes_a_name_a_folder_or_a_config(cli: Cli, running: Path) -> None:
     run = running.parents[1].name
     targets = [["training.yaml"], *([word, "--root", "out"] for word in (run, "tiny", "@last")), [f"out/runs/{run}"]]
-    assert len({cli("status", *words).out for words in targets}) == 1
+    assert len({cli("status", *arguments).out for arguments in targets}) == 1
     assert cli("status", "gtp", "--root", "out").code == UNKNOWN
     assert "is an override, which belongs to a config" in cli("status", "@last", "train.seed=1", "--root", "out").err
 
 
-def test_runs_are_listed_for_people_and_for_programs(cli: Cli, here: Path, running: Path) -> None:
+def test_runs_are_listed_for_people_and_for_programs(cli: Cli, workdir: Path, running: Path) -> None:
     write_metrics(running.parents[1])
     run = running.parents[1].name
     _, row = cli("runs", "out").out.splitlines()
     assert row.split()[:4] == [run, "running", "2/8", "5.5000"]
-    damaged = here / "out" / "index" / "cut-0123456789" / "1.json"  # of another run, half written in a power cut
+    damaged = workdir / "out" / "index" / "cut-0123456789" / "1.json"  # of another run, half written in a power cut
     damaged.parent.mkdir()
     damaged.write_text('{"format":')
-    said = cli("runs", "out", "--json")
-    [seen] = json.loads(said.out)
+    output = cli("runs", "out", "--json")
+    [seen] = json.loads(output.out)
     assert (seen["run"], seen["state"], seen["attempts"], seen["platform"]) == (run, "running", 2, "local")
-    assert said.err.startswith("! 1 records of the run index could not be read")
+    assert output.err.startswith("! 1 records of the run index could not be read")
     assert cli("status", "training.yaml").code == 0
 
 
 def test_a_narrow_terminal_shows_a_runs_name_and_state_in_one_piece(
-    cli: Cli, here: Path, failed: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, workdir: Path, failed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_metrics(failed.parents[1])
     (failed / "result.json").write_text('{"state": "succeeded", "native": "ended", "exit_codes": {}}')
@@ -293,7 +297,7 @@ def test_a_narrow_terminal_shows_a_runs_name_and_state_in_one_piece(
 
 
 def test_collecting_shows_its_result_and_nothing_of_what_libraries_say(
-    cli: Cli, here: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export(*_: Any, **__: Any) -> dict[str, str]:
         print("Using 1 device(s)")
@@ -302,7 +306,7 @@ def test_collecting_shows_its_result_and_nothing_of_what_libraries_say(
 
     monkeypatch.setattr("litgpt_demo.export.models.export", export)
     monkeypatch.setattr("cli.main.summary_lines", lambda made: [made["sample"]])
-    assert cli("collect", f"{here}/out/runs/copy") == Said(0, f"made\n✓ {here}/out/runs/copy/final\n", "")
+    assert cli("collect", f"{workdir}/out/runs/copy") == Said(0, f"made\n✓ {workdir}/out/runs/copy/final\n", "")
 
 
 def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for_with_metrics_in_words(
@@ -343,11 +347,11 @@ def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
         "[node 0] [rank1]: hi", "[node 1] [rank1]: boom :x:",
     ]  # fmt: skip
     assert cli("logs", "training.yaml", "--node", "0", "--rank", "1").out == "[node 0] [rank1]: hi\n"
-    said = cli("logs", "training.yaml", "--since", "10m")
-    assert (said.code, said.out) == (USER, "")
-    assert "the logs of local are files, whose lines have no time" in said.err
-    said = cli("logs", "training.yaml", "--since", "soon")
-    assert (said.code, "'soon' is neither an age" in said.err) == (2, True)
+    output = cli("logs", "training.yaml", "--since", "10m")
+    assert (output.code, output.out) == (USER, "")
+    assert "the logs of local are files, whose lines have no time" in output.err
+    output = cli("logs", "training.yaml", "--since", "soon")
+    assert (output.code, "'soon' is neither an age" in output.err) == (2, True)
 
     now = datetime.now().astimezone()
     lines = [LogLine(0, text, (now - timedelta(minutes=age)).timestamp()) for text, age in (("old", 20), ("new", 5))]
@@ -360,10 +364,10 @@ def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
 def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_error(
     cli: Cli, running: Path, dataset: tuple[DatasetManifest, Path]
 ) -> None:
-    def answer(*words: str, code: int = 0) -> Any:
-        said = cli(*words, "--json")
-        assert said.code == code, said
-        return json.loads(said.out, parse_constant=pytest.fail)
+    def answer(*arguments: str, code: int = 0) -> Any:
+        output = cli(*arguments, "--json")
+        assert output.code == code, output
+        return json.loads(output.out, parse_constant=pytest.fail)
 
     write_metrics(running.parents[1])
     run = running.parents[1].name
@@ -374,7 +378,7 @@ def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_e
     assert answer("verify", str(dataset[1]))["documents"] > 0
     seen = answer("status", "training.yaml")
     assert (seen["name"], seen["runs"][0]["step"], seen["runs"][0]["state"]) == (run, 2, "running")
-    assert [(one["attempt"], one["state"]) for one in seen["attempts"]] == [(1, "failed"), (2, "running")]
+    assert [(item["attempt"], item["state"]) for item in seen["attempts"]] == [(1, "failed"), (2, "running")]
     assert answer("reap", "--root", "out", "--dry-run") == {"reaped": [], "left": [], "removed": []}
     assert "local" in [row["deployment"] for row in answer("submit")]
     with (running.parents[1] / METRICS).open("a") as rows:
@@ -390,15 +394,15 @@ def test_a_shell_completes_configs_and_the_names_of_runs(
     for line, wanted in (("status --root out ti", [run]), ("plan t", ["there.yaml", "training.yaml"])):
         monkeypatch.setenv("COMP_WORDS", f"train-litgpt {line}")
         monkeypatch.setenv("COMP_CWORD", str(len(line.split())))
-        said = cli()
-        assert (said.code, said.out.split()) == (0, wanted)
+        output = cli()
+        assert (output.code, output.out.split()) == (0, wanted)
 
 
 def test_into_a_pipe_no_row_ends_with_blanks(cli: Cli) -> None:
     assert [line for line in cli("settings").out.splitlines() if line.endswith(" ")] == []
 
 
-def test_what_a_node_prints_steers_no_terminal(cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_of_a_node_cannot_control_a_terminal(cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "\x1b]0;owned\x07 \x9b2J \u202eexe \x00"
     (failed / "node-0.log").write_bytes(evil.encode() + b"\n\xff \x1b[31mred\n")
     assert cli("logs", "training.yaml").out.splitlines()[0] == f"[node 0] {evil}"  # into a pipe as it is
@@ -431,45 +435,48 @@ def test_a_cancelled_run_is_named(cli: Cli, running: Path, monkeypatch: pytest.M
     run = running.parents[1].name
     monkeypatch.setattr("launcher.platforms.local.platform.LocalPlatform.cancel", lambda *_: None)
     write_metrics(running.parents[1])
-    told = cli("cancel", "training.yaml").out
-    assert told.startswith(f"cancelled {run}; nothing of it is left\n{run}: steps 1 to 2 are lost")
+    lines = cli("cancel", "training.yaml").out
+    assert lines.startswith(f"cancelled {run}; nothing of it is left\n{run}: steps 1 to 2 are lost")
 
 
-def test_what_cannot_be_known_is_said_and_is_no_success(cli: Cli, here: Path, running: Path) -> None:
+def test_unknown_state_is_reported_and_is_not_a_success(cli: Cli, workdir: Path, running: Path) -> None:
     """Its job was started on a machine that is not this one."""
     index, run = Index.of("out"), running.parents[1].name
     record = index.records(run)[-1].model_copy(update={"machine": "0123456789ab", "host": "other-laptop"})
-    (here / "out" / "index" / run / "2.json").unlink()
+    (workdir / "out" / "index" / run / "2.json").unlink()
     assert index.create(record)
     for command in ("status", "cancel", "logs"):
-        said = cli(command, "training.yaml")
-        assert (said.code, "was started on other-laptop" in said.err) == (UNREACHABLE, True)
-        assert "nothing was running" not in said.out
+        output = cli(command, "training.yaml")
+        assert (output.code, "was started on other-laptop" in output.err) == (UNREACHABLE, True)
+        assert "nothing was running" not in output.out
     assert "unknown" in cli("runs", "out").out
 
 
 def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_from_being_cancelled(
-    cli: Cli, here: Path
+    cli: Cli, workdir: Path
 ) -> None:
-    sweep = read_config(here / "sweep.yaml", [])
+    sweep = read_config(workdir / "sweep.yaml", [])
     claims = [claim_of(trial.config) for trial in trials(sweep)]
-    for number, one in enumerate(claims):
-        attempt_in(Path(one.reattach_or_create().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})
-    for words in (["sweep.yaml"], [sweep_name(sweep), "--root", "out"]):
-        assert [row.split()[1] for row in cli("status", *words).out.splitlines()[1:]] == ["failed", "failed"]
-        assert {line.split("  ")[1] for line in cli("logs", *words).out.splitlines()} == {"[node 0] 0", "[node 0] 1"}
-        assert f"nothing of {sweep_name(sweep)} was running" in cli("cancel", *words).out
-    first, second = sorted(one.attempts.run for one in claims)
-    asked = len(Index.of("out").cancellations(second))
-    (here / "out" / "index" / first / "1.json").write_text('{"format":')
-    said = cli("cancel", sweep_name(sweep), "--root", "out")
-    assert (said.code, f"index/{first}/1.json" in said.err) == (DATA, True)
-    assert len(Index.of("out").cancellations(second)) > asked
-    assert "nothing was running" not in said.out
+    for number, item in enumerate(claims):
+        attempt_in(Path(item.reattach_or_create().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})
+    for arguments in (["sweep.yaml"], [sweep_name(sweep), "--root", "out"]):
+        assert [row.split()[1] for row in cli("status", *arguments).out.splitlines()[1:]] == ["failed", "failed"]
+        assert {line.split("  ")[1] for line in cli("logs", *arguments).out.splitlines()} == {
+            "[node 0] 0",
+            "[node 0] 1",
+        }
+        assert f"nothing of {sweep_name(sweep)} was running" in cli("cancel", *arguments).out
+    first, second = sorted(item.attempts.run for item in claims)
+    requested = len(Index.of("out").cancellations(second))
+    (workdir / "out" / "index" / first / "1.json").write_text('{"format":')
+    output = cli("cancel", sweep_name(sweep), "--root", "out")
+    assert (output.code, f"index/{first}/1.json" in output.err) == (DATA, True)
+    assert len(Index.of("out").cancellations(second)) > requested
+    assert "nothing was running" not in output.out
 
 
-def test_logs_skip_trials_that_lack_the_attempt(cli: Cli, here: Path) -> None:
-    claims = [claim_of(trial.config) for trial in trials(read_config(here / "sweep.yaml", []))]
+def test_logs_skip_trials_that_lack_the_attempt(cli: Cli, workdir: Path) -> None:
+    claims = [claim_of(trial.config) for trial in trials(read_config(workdir / "sweep.yaml", []))]
     for claim in (*claims, claims[1]):
         attempt_in(Path(claim.reattach_or_create().job_id), "hello\n", state="failed", native="ended", exit_codes={})
     result = cli("logs", "sweep.yaml", "--attempt", "2")
@@ -482,19 +489,19 @@ def test_submitting_without_a_server_says_how_to_get_one(cli: Cli) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     with temporary_settings(restore_defaults={PREFECT_API_URL}):  # other tests have a server
-        said, listed = cli("submit", "local"), cli("submit")
+        output, listed = cli("submit", "local"), cli("submit")
         handed = cli("run", str(Path(__file__).parents[2] / "deployments/configs/pi.yaml"), "--detach")
-    for one in (said, handed):
-        assert (one.code, "run `train-litgpt serve`, or set PREFECT_API_URL" in one.err) == (USER, True)
+    for item in (output, handed):
+        assert (item.code, "run `train-litgpt serve`, or set PREFECT_API_URL" in item.err) == (USER, True)
     assert listed.out.startswith("! no Prefect server runs")
     assert {"gke-tcpxo", "sweep-local"} <= {line.split()[0] for line in listed.out.splitlines()}
 
 
-def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_them(here: Path) -> None:
+def test_unreadable_prefect_settings_are_named_with_a_workaround(workdir: Path) -> None:
     broken = {"profiles.toml": "active = 'x", "pyproject.toml": "[tool.prefect]\napi.url = 3"}
     for file, text in broken.items():
-        (here / f"with-{file}").mkdir()
-        (here / f"with-{file}" / file).write_text(text)
+        (workdir / f"with-{file}").mkdir()
+        (workdir / f"with-{file}" / file).write_text(text)
     code = (
         "import os, sys, cli.main\n"
         "for folder in sys.argv[1:]:\n"
@@ -503,11 +510,11 @@ def test_settings_of_prefects_that_it_cannot_read_are_named_with_a_way_without_t
         "    try: cli.main.main()\n"
         f"    except SystemExit as end: assert end.code == {USER}"
     )
-    places = [here / f"with-{file}" / file for file in broken]
+    places = [workdir / f"with-{file}" / file for file in broken]
     command = [sys.executable, "-c", code, *(str(place.parent) for place in places)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    told = [line for line in done.stderr.splitlines() if line.startswith("error ")]
-    assert [f"fix {place}" in line for place, line in zip(places, told, strict=True)] == [True, True]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error ")]
+    assert [f"fix {place}" in line for place, line in zip(places, lines, strict=True)] == [True, True]
 
 
 def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:

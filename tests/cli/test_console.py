@@ -99,9 +99,9 @@ def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -
     assert shown(*events, output=True) == [f"  {odd}", "  [node 0] hello", "  bye"]
 
 
-def drawn(file: io.StringIO, words: str) -> Callable[[], bool]:
+def drawn(file: io.StringIO, texts: str) -> Callable[[], bool]:
     """Whether a terminal was shown these words."""
-    return lambda: re.search(words, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())) is not None
+    return lambda: re.search(texts, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue())) is not None
 
 
 def test_a_terminal_shows_a_live_line_instead_of_tenths() -> None:
@@ -145,14 +145,14 @@ def test_lines_of_trials_begin_with_what_they_vary_and_what_they_share_is_told_o
     file = io.StringIO()
     with Watch(Console(file=file, width=60, highlight=False, emoji=False)):
         report(shared[0])
-        one, other = copy_context(), copy_context()
+        first_item, second_item = copy_context(), copy_context()
         both = list(zip(training(20), training(40), strict=False))
-        one.run(trial, "seed=1", *shared)
-        other.run(trial, "seed=2", *shared)
+        first_item.run(trial, "seed=1", *shared)
+        second_item.run(trial, "seed=2", *shared)
         for first, second in both[:12]:  # each has a bar of its own
-            one.run(trial, "seed=1", first)
-            other.run(trial, "seed=2", second)
-        other.run(trial, "seed=2", Note(what="pruned at step 11", severity="warning", ends=True))
+            first_item.run(trial, "seed=1", first)
+            second_item.run(trial, "seed=2", second)
+        second_item.run(trial, "seed=2", Note(what="pruned at step 11", severity="warning", ends=True))
     assert [line.rstrip().partition("  loss")[0] for line in file.getvalue().splitlines()] == [
         "✓ 1/5 dataset      8 documents (0.0 s)",
         "✓ 2/5 image        this one (0.0 s)",
@@ -183,7 +183,7 @@ def told_of_evil(**kind: Any) -> str:
     return file.getvalue()
 
 
-def test_who_wants_no_colour_gets_none_of_ours_nor_of_a_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_printed_if_the_user_disables_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"\x1b\[[\d;]*3\d", told_of_evil(force_terminal=True, color_system="truecolor"))
     monkeypatch.setenv("NO_COLOR", "1")
     shown = told_of_evil(force_terminal=True, color_system="truecolor")

@@ -24,8 +24,8 @@ PROGRAM = str(Path(sys.executable).with_name("train-litgpt"))
 
 
 def job(phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "output", **more: Any) -> JobChanged:
-    job_id, here = JobId(f"/{run}/attempts/1"), LocalPlatformConfig(kind="local")
-    return JobChanged(phase=phase, run=run, root=root, job_id=job_id, platform=here, **{"sweep": None} | more)
+    job_id, workdir = JobId(f"/{run}/attempts/1"), LocalPlatformConfig(kind="local")
+    return JobChanged(phase=phase, run=run, root=root, job_id=job_id, platform=workdir, **{"sweep": None} | more)
 
 
 FLOW = FlowRunStarted(id="0")
@@ -39,8 +39,8 @@ def said(*events: Any) -> str:
 
 
 def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
-    other, training = (job(run="a-1"), job("ended", run="a-1")), StepStarted(step=Step.TRAINING)
-    text = said(FLOW, training, job("submitting"), job(), *other)
+    another, training = (job(run="a-1"), job("ended", run="a-1")), StepStarted(step=Step.TRAINING)
+    text = said(FLOW, training, job("submitting"), job(), *another)
     assert "the job continues as tiny-1234 on local" in text
     assert "as a-1" not in text
     assert "reattach   train-litgpt run tiny.yaml" in text
@@ -48,7 +48,7 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
 
 
 @pytest.mark.parametrize(
-    ("events", "words"),
+    ("events", "text_part"),
     [
         ((), "nothing was started"),
         ((FLOW, StepStarted(step=Step.DATASET)), "started ones continue"),
@@ -56,18 +56,18 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
         ((FLOW, job("submitting")), "was being submitted to local, and may have been started"),
     ],
 )
-def test_where_no_job_is_known_to_run_none_is_said_to_go_on(events: tuple[Any, ...], words: str) -> None:
+def test_farewell_without_a_job_names_none(events: tuple[Any, ...], text_part: str) -> None:
     text = said(*events)
-    assert words in text
+    assert text_part in text
     assert "the job goes on" not in text
 
 
 def test_one_command_cancels_all_trials_of_a_sweep_and_names_a_root_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [PROGRAM])
     trials = [job(run=run, sweep="a-9", root="gs://b/my runs") for run in ("a-1", "a-2")]
-    one, other = cancel_commands([*trials, job()])
-    assert shlex.split(one)[1:] == ["cancel", "a-9", "--root", "gs://b/my runs"]
-    assert shlex.split(other)[1:] == ["cancel", "tiny-1234"]
+    item, another = cancel_commands([*trials, job()])
+    assert shlex.split(item)[1:] == ["cancel", "a-9", "--root", "gs://b/my runs"]
+    assert shlex.split(another)[1:] == ["cancel", "tiny-1234"]
 
 
 @pytest.mark.prefect

@@ -40,8 +40,8 @@ def written(folder: Path, **sections: Any) -> str:
 def test_no_program_runs_that_is_not_run_ais_on_path(name: str, console: Cli, marker: Path, tmp_path: Path) -> None:
     platform = {"kind": "runai", "project": "a", "cli": name.format(folder=tmp_path)}
     for verb in ("render", "plan"):
-        said = console(verb, written(tmp_path, script="examples/pi.py", platform=platform))
-        assert (said.code, "is not the name of a runai program on PATH" in said.err) == (
+        result = console(verb, written(tmp_path, script="examples/pi.py", platform=platform))
+        assert (result.code, "is not the name of a runai program on PATH" in result.err) == (
             EXIT_CODES[FailureClass.USER],
             True,
         )
@@ -64,17 +64,17 @@ def test_no_program_runs_that_a_kubeconfig_names(console: Cli, marker: Path, tmp
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "pipe"])
-def test_what_is_no_file_is_not_read(path: str, console: Cli, tmp_path: Path) -> None:
+def test_path_that_is_not_a_file_is_not_read(path: str, console: Cli, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     corpus, tokenizer = {"kind": "files", "paths": [path]}, {"kind": "file", "path": path}
     for data in ({"corpus": corpus}, {"corpus": {"kind": "stdlib", "max_bytes": 1000}, "tokenizer": tokenizer}):
-        said = console("plan", written(tmp_path, data=data))
-        assert (said.code != 0, path in said.out + said.err) == (True, True)
+        result = console("plan", written(tmp_path, data=data))
+        assert (result.code != 0, path in result.out + result.err) == (True, True)
     assert "has more than 1,000,000 bytes, so it is not a config" in console("plan", "/dev/zero").err
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         (LAUGHS, "write the aliases out"),
         ("model: {config: &a {b: *a}}", "cannot be used"),
@@ -84,8 +84,10 @@ def test_what_is_no_file_is_not_read(path: str, console: Cli, tmp_path: Path) ->
     ],
     ids=["laughs", "itself", "deep", "digits", "python"],
 )
-def test_yaml_that_grows_or_runs_is_refused(text: str, words: str, console: Cli, marker: Path, tmp_path: Path) -> None:
+def test_yaml_that_grows_or_runs_is_refused(
+    text: str, message: str, console: Cli, marker: Path, tmp_path: Path
+) -> None:
     (tmp_path / "theirs.yaml").write_text(text)
-    said = console("render", str(tmp_path / "theirs.yaml"))
-    assert (said.code, words in said.err) == (EXIT_CODES[FailureClass.USER], True)
+    result = console("render", str(tmp_path / "theirs.yaml"))
+    assert (result.code, message in result.err) == (EXIT_CODES[FailureClass.USER], True)
     assert not marker.exists()

@@ -50,7 +50,7 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
         f"signed {'eyJhbGciOiJSUzI1NiJ9.eyJpc3MiOiJtZSJ9.s3cr-t'}",
     ],
 )
-def test_what_has_the_form_of_a_secret_is_left_out(text: str) -> None:
+def test_text_in_the_form_of_a_secret_is_removed(text: str) -> None:
     for told in (redacted(text), one_line(text), Mask([])(text.encode()).decode().replace("*****", "[secure]")):
         assert "[secure]" in told
         assert not re.search("s3cr|czNj", told)

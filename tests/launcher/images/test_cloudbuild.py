@@ -85,16 +85,16 @@ def test_a_build_on_its_way_is_followed_and_one_that_was_started_beside_it_is_ca
     first = build_on_its_way(cloud, image)
     cloud.behind = behind
     assert prepared(image) == f"{image.repository}@{cloud.builds[first].results.images[0].digest}"
-    mine = [one.status for number, one in cloud.builds.items() if number != first]
-    assert mine == [Status.CANCELLED] * behind, "it is not started where the first one is seen in time"
+    own = [build.status for number, build in cloud.builds.items() if number != first]
+    assert own == [Status.CANCELLED] * behind, "it is not started where the first one is seen in time"
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("started", [True, False])
 def test_a_step_that_is_cancelled_cancels_its_own_build_and_no_colleagues(
-    cloud: CloudBuild, image: CloudBuildImage, ours: bool
+    cloud: CloudBuild, image: CloudBuildImage, started: bool
 ) -> None:
     cloud.held = True
-    if not ours:
+    if not started:
         build_on_its_way(cloud, image)
 
     def stop(seconds: float) -> None:
@@ -104,7 +104,7 @@ def test_a_step_that_is_cancelled_cancels_its_own_build_and_no_colleagues(
     with pytest.raises(KeyboardInterrupt):
         prepared(image, pause=stop)
     [made] = cloud.builds.values()
-    assert (made.status is Status.CANCELLED) is ours
+    assert (made.status is Status.CANCELLED) is started
 
 
 @pytest.mark.parametrize(

@@ -162,8 +162,8 @@ def docker_image(context: Path, **changes: object) -> DockerImage:
     dockerfile = context.parent / "Dockerfile"
     if not dockerfile.exists():
         dockerfile.write_text("ARG BASE\nFROM ${BASE}\nCOPY . /\n")
-    given = {"kind": "docker", "repository": "gcr.io/train", "context": str(context), "dockerfile": str(dockerfile)}
-    return DockerImage.model_validate(given | changes)
+    pattern = {"kind": "docker", "repository": "gcr.io/train", "context": str(context), "dockerfile": str(dockerfile)}
+    return DockerImage.model_validate(pattern | changes)
 
 
 def test_the_key_of_an_image_follows_from_what_it_would_hold_and_nothing_else(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_the_key_of_an_image_follows_from_what_it_would_hold_and_nothing_else(tm
     write_files(same, {".dockerignore": b"*.log\ntmp\n", "x.log": b"noise", "tmp/y": b"noise"})
     os.utime(same / "run", (1, 1))
     (same / "run").chmod(0o600)
-    given = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
-    keys = [builds_of(docker_image(context, **change))[-1].key for change in given]
+    pattern = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
+    keys = [builds_of(docker_image(context, **change))[-1].key for change in pattern]
     assert builds_of(docker_image(same, repository="gcr.io/other"))[-1].key == keys[0]
     for change in (
         lambda: (context / "run").write_bytes(b"x!"),
@@ -240,9 +240,9 @@ def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
     program(tmp_path, "docker", f'{cut} echo "{hung_up}"; exit 1', monkeypatch)
     assert make() == DIGEST
     refused = "denied: requested access to the resource is denied"
-    for said, error, fix in ((hung_up, ImageUnreachable, "does not answer"), (refused, ImageProblem, "docker login")):
-        program(tmp_path, "docker", f'[ $1 = push ] || exit 0; echo "{said}"; exit 1', monkeypatch)
-        with pytest.raises(ImageProblem, match=f"{said}(.|\n)*{fix}") as caught:
+    for output, error, fix in ((hung_up, ImageUnreachable, "does not answer"), (refused, ImageProblem, "docker login")):
+        program(tmp_path, "docker", f'[ $1 = push ] || exit 0; echo "{output}"; exit 1', monkeypatch)
+        with pytest.raises(ImageProblem, match=f"{output}(.|\n)*{fix}") as caught:
             make()
         assert type(caught.value) is error
 
@@ -279,11 +279,11 @@ def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(
         found = software_identity(checkout=write_files(tmp_path, {file: b"print(1)\n"}))
         assert (found.commit, found.dirty) == (git("rev-parse", "HEAD"), dirty)
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own way to test what containers do
-    told: list[Any] = []
-    with Listener(told.append):
+    notes: list[Any] = []
+    with Listener(notes.append):
         assert software_identity(checkout=tmp_path).commit is None
-    assert [note.severity for note in told] == ["warning"]
-    assert "detected dubious ownership" in told[0].what
+    assert [note.severity for note in notes] == ["warning"]
+    assert "detected dubious ownership" in notes[0].what
 
 
 def instructions(dockerfile: str) -> list[str]:
@@ -291,12 +291,12 @@ def instructions(dockerfile: str) -> list[str]:
 
 
 def test_the_products_image_is_pinned_by_digest_and_unprivileged() -> None:
-    packages, ours = instructions("stacks/Dockerfile"), instructions("Dockerfile")
+    packages, own_image = instructions("stacks/Dockerfile"), instructions("Dockerfile")
     (base,) = [line.removeprefix("ARG BASE=") for line in packages if line.startswith("ARG BASE=")]
     assert ImageReference.parse(base).digest
-    assert {line.partition(" AS ")[0] for line in packages + ours if line.startswith("FROM")} == {"FROM ${BASE}"}
+    assert {line.partition(" AS ")[0] for line in packages + own_image if line.startswith("FROM")} == {"FROM ${BASE}"}
     assert [line for line in packages if line.startswith(("USER", "ENTRYPOINT"))] == ["USER 1000:1000"]
-    last = ours[ours.index("FROM ${BASE}") :]
+    last = own_image[own_image.index("FROM ${BASE}") :]
     assert not [line for line in last if line.startswith(("USER", "ENTRYPOINT", "RUN"))]
     (install,) = re.findall(r"python -m pip --python=\S+ install (.*?)(?: &&|$)", "\n".join(packages), re.MULTILINE)
     assert "--require-hashes" in install.split()
@@ -350,9 +350,9 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
     file.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
     configured = OWN.model_copy(update={"pip_config": str(file)})
     assert builds_of(configured)[-1].key == builds_of(OWN)[-1].key
-    packages, ours = builds_of(configured)
+    packages, own_image = builds_of(configured)
     assert "pip.conf" in [member.name for member in members(packages.context)]
-    assert "pip.conf" not in [member.name for member in members(ours.context)]
+    assert "pip.conf" not in [member.name for member in members(own_image.context)]
     with pytest.raises(ValidationError, match="may hold a password"):
         CloudBuildImage.model_validate(configured.model_dump(exclude={"engine"}) | {"kind": "cloudbuild"})
 

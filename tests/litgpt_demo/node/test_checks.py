@@ -141,13 +141,13 @@ def test_an_nccl_that_fails_or_is_unknown_is_refused(
 
 
 def test_a_plugin_that_is_not_there_and_another_one_that_comes_first_are_named(tmp_path: Path) -> None:
-    plugin, other = tmp_path / "plugin", tmp_path / "hpcx"
-    for folder in (plugin, other):
+    plugin, another = tmp_path / "plugin", tmp_path / "hpcx"
+    for folder in (plugin, another):
         folder.mkdir()
         (folder / "libnccl-net.so").touch()
-    assert list(check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{plugin}:{other}"})) == []
-    (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{other}:{plugin}"})
-    assert f"NCCL would load {other}/libnccl-net.so, which is not the tcpx plug-in of {plugin}" in found.what
+    assert list(check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{plugin}:{another}"})) == []
+    (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{another}:{plugin}"})
+    assert f"NCCL would load {another}/libnccl-net.so, which is not the tcpx plug-in of {plugin}" in found.what
     (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
     assert (found.fault, found.code) == (FailureClass.NODE, "nccl.plugin")
 
@@ -216,7 +216,7 @@ EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
 
 
 @pytest.mark.parametrize(
-    ("told", "found"),
+    ("variables", "found"),
     [
         ({"ERRORS": "uncounted"}, {}),
         ({"ERRORS": "3"}, {"gpu.ecc": "GPU 5 (NVIDIA H100 80GB HBM3) has 3 memory errors that ECC could not correct"}),
@@ -224,9 +224,9 @@ EIGHT = NodeNetwork(name="tcpx", gpus=8, drivers=(">=535,<536",))
         ({"LOST": "3"}, {"gpu.driver": "the driver answered with an error: GPU 3: GPU is lost"}),
     ],
 )
-def test_what_the_driver_says_against_gpus_is_told(tmp_path: Path, told: dict[str, str], found: dict[str, str]) -> None:
+def test_findings_of_the_driver_are_reported(tmp_path: Path, variables: dict[str, str], found: dict[str, str]) -> None:
     (tmp_path / "pynvml.py").write_text(PYNVML)
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", **told}
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{CHECKOUT}", **variables}
     troubles = list(check_gpus(EIGHT, environ, root=tmp_path))
     assert {trouble.code: trouble.what for trouble in troubles} == found
     assert all(trouble.fault is FailureClass.NODE for trouble in troubles)

@@ -81,4 +81,4 @@ def test_machines_of_one_block_and_of_one_rack_are_neighbours(given_places: list
     in_order = [given_places[ranks.index(rank)] for rank in range(len(ranks))]
     for depth in (2, 3):
         domains = ["/".join(place.split("/")[:depth]) for place in in_order]
-        assert 1 + sum(one != other for one, other in pairwise(domains)) == len(set(domains))
+        assert 1 + sum(first_node != second_node for first_node, second_node in pairwise(domains)) == len(set(domains))

@@ -118,17 +118,17 @@ def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_fa
     flags = ("--stage", str(tiny_dataset), "--code", code, "--log-uri", str(kept))
     # --run is how torchrun's own --run-path may be abbreviated, were the program's options not kept from it.
     program = ("train.py", "--run", "x", "--", "-m", str(place))
-    codes, (said,) = ended_nodes(directory, *program, processes=2, flags=flags)
-    assert codes == [41], said
+    codes, (printed,) = ended_nodes(directory, *program, processes=2, flags=flags)
+    assert codes == [41], printed
     size = (tiny_dataset / "train.bin").stat().st_size
-    words = f"reads {size} bytes, is told ['--run', 'x', '--', '-m'], imports mine"
-    assert {f"[rank{rank}]:rank {rank} {words}" for rank in (0, 1)} <= set(said.splitlines())
-    assert "node 0 ends with 41 (data error)" in said
-    assert (kept / "node-0.log").read_text() == said
+    text_part = f"reads {size} bytes, is told ['--run', 'x', '--', '-m'], imports mine"
+    assert {f"[rank{rank}]:rank {rank} {text_part}" for rank in (0, 1)} <= set(printed.splitlines())
+    assert "node 0 ends with 41 (data error)" in printed
+    assert (kept / "node-0.log").read_text() == printed
     assert len(list(kept.glob("node-0/ranks/*/attempt_0/*/stdout.log"))) == 2
-    told = report_of(kept)
-    assert told == report_of(directory)
-    assert [(rank["rank"], rank["secondary"]) for rank in told["ranks"]] == [(1, False), (0, True)]
+    report = report_of(kept)
+    assert report == report_of(directory)
+    assert [(rank["rank"], rank["secondary"]) for rank in report["ranks"]] == [(1, False), (0, True)]
     assert not (directory / "node-0" / "data").exists()
     assert not (directory / "node-0" / "code").exists()
 
@@ -152,20 +152,20 @@ def node(tmp_path: Path, **changes: object) -> Node:
 def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
     assert list(check_call(node(tmp_path))) == []
     (tmp_path / "file").touch()
-    with socket.create_server(("", 0)) as other:
-        port, place = other.getsockname()[1], tmp_path / "file" / "d"
+    with socket.create_server(("", 0)) as another:
+        port, place = another.getsockname()[1], tmp_path / "file" / "d"
         sick = node(tmp_path, nodes=0, port=port, processes=0, directory=place, program=("gone.py",))
         found = {trouble.code for trouble in check_call(sick)}
     assert found == {"node.rank", "node.processes", "node.program", "node.directory", "node.port"}
 
 
 def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_path: Path) -> None:
-    asked = node(tmp_path, processes=4)
-    env = exports(asked, {"PET_NNODES": "7", "RANK": "3", "HOME": "/h"}, cores=10)
+    task = node(tmp_path, processes=4)
+    env = exports(task, {"PET_NNODES": "7", "RANK": "3", "HOME": "/h"}, cores=10)
     assert env["OMP_NUM_THREADS"] == "2"
     assert env[NODE_DIRECTORY] == str(tmp_path / "d" / "node-0")
     assert {"PET_NNODES", "RANK"}.isdisjoint(env)
-    assert exports(asked, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
+    assert exports(task, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
 
 
 def failure(exit_code: int, message: str = "") -> RankFailure:
@@ -176,7 +176,7 @@ LOST_PEER = failure(1, "RuntimeError: Connection closed by peer")
 
 
 @pytest.mark.parametrize(
-    ("expected", "exit_code", "asked", "failures", "agent", "oom"),
+    ("expected", "exit_code", "signalled_at", "failures", "agent", "oom"),
     [
         (None, 0, 99.0, (), None, False),
         (FailureClass.DATA, 1, 99.0, (failure(41),), None, True),
@@ -187,11 +187,11 @@ LOST_PEER = failure(1, "RuntimeError: Connection closed by peer")
     ],
 )
 def test_the_node_ends_with_the_class_of_what_happened_first(
-    expected: FailureClass | None, exit_code: int, asked: float | None, failures: tuple[RankFailure, ...],
+    expected: FailureClass | None, exit_code: int, signalled_at: float | None, failures: tuple[RankFailure, ...],
     agent: str | None, oom: bool,
 ) -> None:  # fmt: skip
     ending = TorchrunResult(
-        exit_code=exit_code, signalled_at=asked, failures=failures, agent=agent, host_ran_out_of_memory=oom
+        exit_code=exit_code, signalled_at=signalled_at, failures=failures, agent=agent, host_ran_out_of_memory=oom
     )
     assert fault_of(ending) is expected
 
@@ -233,8 +233,8 @@ def directory(tmp_path: Path) -> Path:
         "node-0/ranks/r_x/attempt_0/0/stderr.log": "Traceback",
         "node-0/network.json": "{}",
     }
-    left = ("node-0/data/train.bin", "node-0/heartbeats/0.json", "node-0/.writable", "node-1.log")
-    for name, text in {**kept, **dict.fromkeys(left, "not to be copied")}.items():
+    remaining = ("node-0/data/train.bin", "node-0/heartbeats/0.json", "node-0/.writable", "node-1.log")
+    for name, text in {**kept, **dict.fromkeys(remaining, "not to be copied")}.items():
         path = tmp_path / "d" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -282,18 +282,18 @@ def test_no_log_or_report_of_a_node_has_a_secret_of_its_ranks(tmp_path: Path, ta
     assert "hf_tokenOfTheHub" not in str(report)
 
 
-@pytest.mark.parametrize("told", [0, 1])  # by JobSet, and by nobody
-def test_what_the_job_left_before_its_restart_is_set_aside(directory: Path, target: Storage, told: int) -> None:
+@pytest.mark.parametrize("restart_count", [0, 1])  # by JobSet, and by nobody
+def test_files_before_a_restart_are_moved_away(directory: Path, target: Storage, restart_count: int) -> None:
     target.write("node-0.json", b"the end of the first life")
     target.write("node-0.log", b"the first life")
     target.write("node-1.json", b"another node's")
-    with uploaded(directory, target.address(), 0, restart_count=told):
+    with uploaded(directory, target.address(), 0, restart_count=restart_count):
         pass
     assert target.read("restart-0/node-0.json") == b"the end of the first life"
     assert target.read("node-0.log") == b"hello\n"
     assert not target.exists("node-0.json")
     assert target.read("node-1.json") == b"another node's"
-    with uploaded(directory, target.address(), 0, restart_count=told and 2):
+    with uploaded(directory, target.address(), 0, restart_count=restart_count and 2):
         pass
     assert target.read("restart-1/node-0.log") == b"hello\n"
     assert target.read("restart-0/node-0.log") == b"the first life"

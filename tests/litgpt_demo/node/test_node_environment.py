@@ -37,10 +37,14 @@ def test_variables_of_scripts_come_before_the_profiles_and_those_before_the_user
         overrides={"NCCL_NET": "Socket"},
     )
     before = {**BASE, "NCCL_LIB_DIR": "/plugin", "LD_LIBRARY_PATH": "/opt/hpcx:/plugin", "NCCL_DEBUG": "TRACE"}
-    mine = of_network(network, before)
-    assert (mine["NCCL_DEBUG"], mine["NCCL_NET"], mine["NCCL_LONG"]) == ("INFO", "Socket", 'two\nlines = "quoted"')
-    assert mine["LD_LIBRARY_PATH"] == "/usr/local/gib/lib64:/plugin:/opt/hpcx"
-    assert "NCCL_NOT_EXPORTED" not in mine
+    own_variables = of_network(network, before)
+    assert (own_variables["NCCL_DEBUG"], own_variables["NCCL_NET"], own_variables["NCCL_LONG"]) == (
+        "INFO",
+        "Socket",
+        'two\nlines = "quoted"',
+    )
+    assert own_variables["LD_LIBRARY_PATH"] == "/usr/local/gib/lib64:/plugin:/opt/hpcx"
+    assert "NCCL_NOT_EXPORTED" not in own_variables
 
 
 def test_a_script_that_fails_or_is_not_there_ends_the_node(script: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -97,10 +101,10 @@ def test_roce_v2_over_ipv4_is_found_at_any_index(tmp_path_factory: pytest.TempPa
 def test_without_such_an_address_it_fails_and_shows_the_table(tmp_path: Path) -> None:
     table = {0: (LINK_LOCAL, V2, "net1"), 3: (OTHER_V4, V2, "veth1a"), 8: (V4, V1, "net1")}
     card(tmp_path, "mlx5_0", table)
-    with pytest.raises(NodeError, match=r"no address of mlx5\* is RoCE v2 over IPv4 on net1 in the table") as told:
+    with pytest.raises(NodeError, match=r"no address of mlx5\* is RoCE v2 over IPv4 on net1 in the table") as error:
         find_cards(tmp_path, "mlx5", ("net1",))
     for row in table.values():
-        assert all(word in str(told.value) for word in row)
+        assert all(word in str(error.value) for word in row)
 
 
 def test_nccl_is_given_all_cards_by_name_and_their_index_unless_the_user_gave_them(tmp_path: Path) -> None:
@@ -150,9 +154,11 @@ def test_traffic_beside_the_cards_ports_ends_the_run(
     assert use.look(steps=1, sends=400 * MB) is None
     sent(tmp_path, by_card=by_card, by_kernel=by_kernel)
     assert use.look(steps=2, sends=400 * MB) is None, "one step may have been half done"
-    told = use.look(steps=3, sends=400 * MB)
-    assert (told is not None) is stopped
-    assert told is None or (told.fault is FailureClass.NODE and "the ranks do not send by RDMA" in told.message)
+    failure = use.look(steps=3, sends=400 * MB)
+    assert (failure is not None) is stopped
+    assert failure is None or (
+        failure.fault is FailureClass.NODE and "the ranks do not send by RDMA" in failure.message
+    )
 
 
 def test_a_checkpoint_fetched_before_the_first_step_ends_no_run(use: NetworkUse, tmp_path: Path) -> None:

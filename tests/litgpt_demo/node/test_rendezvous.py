@@ -20,15 +20,15 @@ NEW_RUNAI = {"PET_NNODES": "4", "RANK": "2", "WORLD_SIZE": "32", "MASTER_ADDR": 
 
 
 def test_everything_behind_the_dashes_is_the_programs() -> None:
-    asked = parse(f"{CALL} --stage gs://b/one --stage /two -- -m mine --nodes 9 --".split(), {})
-    assert astuple(asked)[:5] == (2, 1, "10.0.0.5", 29500, "r-1")
-    assert asked.program == ("-m", "mine", "--nodes", "9", "--")
-    assert asked.stage == ("gs://b/one", "/two")
-    assert asked.own == Path("/d/node-1")
+    requested = parse(f"{CALL} --stage gs://b/one --stage /two -- -m mine --nodes 9 --".split(), {})
+    assert astuple(requested)[:5] == (2, 1, "10.0.0.5", 29500, "r-1")
+    assert requested.program == ("-m", "mine", "--nodes", "9", "--")
+    assert requested.stage == ("gs://b/one", "/two")
+    assert requested.own == Path("/d/node-1")
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "arguments"),
     [
         ("--node-rank 1", "--node-rank env:INDEX", "INDEX is not in the environment"),
         ("--nodes 2", "--nodes two", "--nodes='two' is not a whole number"),
@@ -36,8 +36,8 @@ def test_everything_behind_the_dashes_is_the_programs() -> None:
         (" -- x.py", "", "no program given"),
     ],
 )
-def test_a_call_that_cannot_work_says_what_would(old: str, new: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+def test_a_call_that_cannot_work_says_what_would(old: str, new: str, arguments: str) -> None:
+    with pytest.raises(UserError, match=arguments):
         parse(f"{CALL} -- x.py".replace(old, new).split(), {})
 
 
@@ -71,9 +71,9 @@ def test_a_platform_that_says_something_else_is_told(environ: dict[str, str], se
 
 def runai(rank: int, nodes: int, gpus: int | None) -> dict[str, str]:
     """Run:ai of 2.13, whose WORLD_SIZE counts pods, or of 2.18, whose counts GPUs."""
-    told = {"RANK": rank, "WORLD_SIZE": nodes * (gpus or 1), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": 23456}
+    variables = {"RANK": rank, "WORLD_SIZE": nodes * (gpus or 1), "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": 23456}
     newer = {"PET_NNODES": nodes, "PET_NODE_RANK": rank, "RUNAI_NUM_OF_GPUS": gpus} if gpus else {}
-    return {name: str(value) for name, value in (told | newer).items()}
+    return {name: str(value) for name, value in (variables | newer).items()}
 
 
 @given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())
@@ -87,10 +87,10 @@ def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
         assert astuple(node)[:5] == (nodes, rank, "10.0.0.7", 23456, "r")
         named = {"HOSTNAME": f"run-worker-{rank - 1}" if rank else "run-master-0"}
         assert list(contradictions(node, environ | named)) == []
-        (other,) = contradictions(node, environ | {"HOSTNAME": f"run-worker-{rank}"})
-        assert f"the pod's name run-worker-{rank}: node={rank + 1}" in other.what
-    told = [one.what for one in contradictions(node, runai(rank, nodes + 1, gpus))]
-    assert told[0].startswith(f"PET_NNODES={nodes + 1} does not agree with --nodes={nodes} ")
+        (another,) = contradictions(node, environ | {"HOSTNAME": f"run-worker-{rank}"})
+        assert f"the pod's name run-worker-{rank}: node={rank + 1}" in another.what
+    variables = [item.what for item in contradictions(node, runai(rank, nodes + 1, gpus))]
+    assert variables[0].startswith(f"PET_NNODES={nodes + 1} does not agree with --nodes={nodes} ")
     with pytest.raises(UserError, match="PET_NODE_RANK or RANK is not in the environment"):
         parse(argv.split(), {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1"})
 

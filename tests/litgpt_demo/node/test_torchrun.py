@@ -31,7 +31,7 @@ def rank_folder(log_dir: Path, rank: int) -> Path:
     return folder
 
 
-def told(log_dir: Path, *ranks: Mapping[str, object]) -> None:
+def expected(log_dir: Path, *ranks: Mapping[str, object]) -> None:
     (log_dir / FAILURES).write_text(json.dumps({"ranks": ranks}))
 
 
@@ -41,7 +41,7 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
     content = {"message": {"message": "DataError: train.bin is cut off", "extraInfo": extra}}
     (rank_folder(tmp_path, 1) / "error.json").write_text(json.dumps(content))
     rank_folder(tmp_path, 0)
-    told(tmp_path, {"local_rank": 1, "exit_code": 1, "time": 5}, {"local_rank": 0, "exit_code": -15, "time": 6})
+    expected(tmp_path, {"local_rank": 1, "exit_code": 1, "time": 5}, {"local_rank": 0, "exit_code": -15, "time": 6})
     peer, cause = read_failures(tmp_path)[0]
     assert (cause.local_rank, cause.exit_code, cause.fault) == (1, 1, FailureClass.DATA)
     assert cause.traceback[-1] == "DataError: train.bin is cut off"
@@ -59,8 +59,8 @@ def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: P
         folder = rank_folder(tmp_path, rank)
         (folder / "stderr.log").write_text(output)
         (folder / "error.json").write_text('{"message": {"mess')  # half written, as good as none
-    told(tmp_path, *({"local_rank": rank, "exit_code": 1, "time": 5} for rank in (0, 1)))
-    assert [(one.message, one.fault) for one in read_failures(tmp_path)[0]] == [
+    expected(tmp_path, *({"local_rank": rank, "exit_code": 1, "time": 5} for rank in (0, 1)))
+    assert [(item.message, item.fault) for item in read_failures(tmp_path)[0]] == [
         ("", FailureClass.UNKNOWN), ("RuntimeError: Connection closed by peer", FailureClass.NETWORK),
     ]  # fmt: skip
 
@@ -101,8 +101,8 @@ def test_ranks_have_their_grace_under_a_torchrun_that_knows_of_none_and_their_pe
     monkeypatch.setattr(PContext, "close", close)
     monkeypatch.setenv(torchrun.SHUTDOWN_TIMEOUT, "25")
     torchrun._bound_grace()
-    for given in ((), (signal.SIGTERM,)):
-        PContext.close(SimpleNamespace(), *given)  # type: ignore[arg-type]
+    for arguments in ((), (signal.SIGTERM,)):
+        PContext.close(SimpleNamespace(), *arguments)  # type: ignore[arg-type]
     assert closed == [(None, torchrun.PEER_GRACE), (signal.SIGTERM, 25)]
 
 
@@ -145,9 +145,7 @@ print("a warning without an end", end="")
 
 
 @pytest.mark.parametrize("flags", [(), ("-u",)])
-def test_a_line_is_in_the_log_whole_or_not_at_all_whatever_stream_it_comes_from(
-    flags: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_log_has_a_line_completely_or_not_at_all(flags: tuple[str, ...], tmp_path: Path) -> None:
     with (tmp_path / "log").open("a") as log:
         command = [sys.executable, *flags, "-c", FULL_FOR_A_WHILE]
         assert subprocess.run(command, stdout=log, stderr=log).returncode == 40
@@ -181,21 +179,21 @@ TELLING = [
 ]
 
 
-def test_lines_of_the_kernels_that_tell_of_a_fault_are_picked_but_for_those_of_an_earlier_job() -> None:
+def test_kernel_lines_of_faults_are_picked_since_the_start() -> None:
     now = time.clock_gettime(time.CLOCK_MONOTONIC)
     ago = [(3600, TELLING[0]), (20, "eth0: link becomes ready"), *((10, line) for line in TELLING), (3, "started")]
-    log = "".join(f"<6>[{now - seconds:12.6f}] {words}\n" for seconds, words in ago)
+    log = "".join(f"<6>[{now - seconds:12.6f}] {message}\n" for seconds, message in ago)
     assert kernel_lines(log, since=time.time() - 60) == TELLING
 
 
 def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path: Path) -> None:
-    told = "[rank3]: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
+    expected = "[rank3]: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
     noise = [f"step {number} loss 3.1" for number in range(1000)]
     secret = "what():  GET https://user:hunter2@example.com failed"
-    (tmp_path / "stderr.log").write_text("\n".join([*noise, told, told, secret, *noise]))
+    (tmp_path / "stderr.log").write_text("\n".join([*noise, expected, expected, secret, *noise]))
     traces = gather({3: tmp_path, 4: tmp_path / "none"}, recorders=tmp_path, since=time.time(), killed=2)
     output = [trace for trace in traces if trace.source == "output"]
-    assert [trace.text for trace in output][:1] == [told]
+    assert [trace.text for trace in output][:1] == [expected]
     assert {trace.rank for trace in output} == {3}
     assert not any("hunter2" in trace.text for trace in traces)
     assert [trace.text[:19] for trace in traces if trace.source == "memory"] == ["the kernel killed 2"]
