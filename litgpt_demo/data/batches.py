@@ -102,7 +102,6 @@ class MixtureDataset(TokenDataset):
 
     @property
     def starts(self) -> SampleIds:
-        """Return the first sample of each source."""
         return np.cumsum([0, *map(len, self.parts[:-1])], dtype=np.uint64)
 
 
@@ -127,8 +126,6 @@ def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, sp
 
 
 class ValidationSource(NamedTuple):
-    """The samples of a source that an evaluation takes."""
-
     name: str
     """Empty where there is one source."""
     share: float
@@ -137,10 +134,7 @@ class ValidationSource(NamedTuple):
 
 
 def validation_sources(dataset: TokenDataset, count: int) -> list[ValidationSource]:
-    """Return `count` validation samples of each source, or all where it has fewer, drawn from its whole split.
-
-    The first ones of a corpus that is sorted by date or topic would stand for a part of it.
-    """
+    """Return `count` validation samples of each source, or all where it has fewer, drawn from its whole split."""
 
     def draw(size: int) -> SampleIds:
         return feistel_permutation(np.arange(min(count, size), dtype=np.uint64), size, "validation")
@@ -167,10 +161,7 @@ def sample_ids_for_step(spec: TrainingSpec, dataset: TokenDataset, step: int) ->
 
 
 def sample_ids_at(dataset: TokenDataset, positions: Positions, *, seed: int) -> SampleIds:
-    """Return the samples at these positions of a run: epoch after epoch, each in a permutation of its own.
-
-    Each source of a mixture has its own epochs.
-    """
+    """Return the samples at these positions of a run: epoch after epoch, each source with its own permutations."""
     sample_ids = np.empty_like(positions)
     if isinstance(dataset, MixtureDataset):
         sources, seen = dataset.schedule.source_at(positions)
@@ -186,7 +177,6 @@ def sample_ids_at(dataset: TokenDataset, positions: Positions, *, seed: int) -> 
 
 
 def rank_slice(batch: SampleIds, *, rank: int, world_size: int) -> SampleIds:
-    """Return the consecutive part of a global batch that belongs to `rank`."""
     size = len(batch) // world_size
     return batch[rank * size : (rank + 1) * size]
 
@@ -222,7 +212,6 @@ def _mix_bits(value: SampleIds) -> SampleIds:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print index and text of every sample of a step: `python -m litgpt_demo windows`."""
     from tokenizers import Tokenizer
 
     parser = argparse.ArgumentParser(prog="python -m litgpt_demo windows", description="Show the samples of one step.")

@@ -36,8 +36,6 @@ _BESIDE = re.compile(r"\.|_(SUCCESS|(common_)?metadata|temporary|delta_log|spark
 
 
 class CorpusKind(ABC, Generic[CorpusSettings]):
-    """The files of a corpus of one kind."""
-
     known_totals: ClassVar[Mapping[str, int] | None] = None
     """Documents, and tokens of both splits, that the corpus must have with GPT-2's tokenizer."""
 
@@ -179,16 +177,11 @@ def kind_of(corpus: Corpus) -> CorpusKind[Any]:
 
 
 def list_files(corpus: Corpus, skipped_paths: list[str] | None = None) -> list[Source]:
-    """Return the files of a corpus, as `CorpusKind.list_files`."""
     return kind_of(corpus).list_files([] if skipped_paths is None else skipped_paths)
 
 
 def _in_order(files: Sequence[Source]) -> list[Source]:
-    """Return the files by name, where numbers go by their value: `train_2.bin` precedes `train_10.bin`.
-
-    Two folders may have files of one name: then the content decides, never the folder.
-    """
-
+    # `train_2.bin` precedes `train_10.bin`. Of two files of one name the content decides, never the folder.
     def key(file: Source) -> tuple[str, str, str, int]:
         padded = re.sub("[0-9]+", lambda number: number[0].zfill(20), file.name)
         return padded, file.name, file.version, file.size
@@ -197,14 +190,11 @@ def _in_order(files: Sequence[Source]) -> list[Source]:
 
 
 class _Selected(NamedTuple):
-    """A file that a path selects: its address, its name in the corpus; size and checksum where a bucket listed them."""
-
     address: str
     name: str
     stored: ObjectInfo | None = None
 
     def source(self) -> Source:
-        """Return the file with its checksum, for which a local one is read."""
         stored, local_path = self.stored, None
         if not is_remote(self.address):
             local_path = Path(self.address)
@@ -228,12 +218,10 @@ def _read_checksums(selected: Sequence[_Selected]) -> list[Source]:
 
 
 def _escaped(path: str) -> str:
-    """Return a path as text: bytes that are not UTF-8 as `\\xe9`."""
     return path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def token_folder(corpus: TokensCorpus) -> str:
-    """Return the absolute address of the folder of token files."""
     if is_remote(corpus.path):
         return corpus.path.rstrip("/")
     return os.path.abspath(Path(corpus.path).expanduser())  # noqa: PTH100

@@ -48,8 +48,6 @@ _HEAD = 4096  # first bytes of a file that show what it is
 
 
 class Split(Settings):
-    """One of the two splits."""
-
     documents: int
     tokens: int
     files: tuple[FileRecord, ...]
@@ -57,8 +55,6 @@ class Split(Settings):
 
 
 class Ingredient(Settings):
-    """A source of a mixture."""
-
     name: str
     dataset: str
     """The folder of its dataset, next to the mixture's own."""
@@ -138,7 +134,6 @@ class DatasetManifest(Settings):
 
     @property
     def external_files(self) -> tuple[FileRecord, ...]:
-        """Return the files in `external_root`."""
         return () if self.external_root is None else self.train.files + self.validation.files
 
     @property
@@ -156,7 +151,6 @@ class DatasetManifest(Settings):
 
 
 def mixture_key(keys: Sequence[str], schedule: Sequence[tuple[float, tuple[int, ...]]]) -> str:
-    """Return the key of the datasets with these keys, mixed in these shares."""
     return content_hash(FORMAT, [*keys], [[after, *shares] for after, shares in schedule])
 
 
@@ -185,15 +179,11 @@ class PlannedDataset:
 
     @property
     def sample_keys(self) -> set[str]:
-        """Return those of the manifest."""
         return {part.key for part in self.parts or (self,)}
 
 
 def plan_dataset(data: DataConfig) -> PlannedDataset:
-    """Return the dataset that the settings make; reads files only for their checksums.
-
-    Raises UserError if the corpus or the tokenizer does not exist.
-    """
+    """Return the dataset that the settings make; reads files only for their checksums."""
     if data.mixture:
         parts = tuple(map(plan_dataset, data.parts))
         if len({part.key for part in parts}) < len(parts):
@@ -237,7 +227,6 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
 
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
-    """Yield warnings about the corpus, from the names of its files and their first bytes."""
     if planned.skipped_paths:
         what = f"data.corpus.paths select what is not read, {len(planned.skipped_paths):,} in all: "
         what += first_few(planned.skipped_paths)
@@ -283,10 +272,7 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
 
 
 def stage(address: str, scratch: Path, *, train: bool = True) -> Path:
-    """Return the dataset at `address` in a local folder, every byte verified against its manifest, which comes last.
-
-    Without `train`, the training split is not fetched.
-    """
+    """Return the dataset in a local folder, every byte verified; without `train`, the training split is not fetched."""
     storage, manifest, target = open_storage(address), open_dataset(address), scratch / address.rsplit("/", 1)[-1]
     for part in manifest.ingredients(address):
         stage(part, scratch, train=train)
@@ -354,8 +340,6 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
 
 
 class FileScan(NamedTuple):
-    """The content of a file of a dataset."""
-
     record: FileRecord
     largest_id: int = -1
     ends: int = 0

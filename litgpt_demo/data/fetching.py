@@ -75,7 +75,6 @@ _FETCHERS: dict[str, Callable[[Source, Path], None]] = {"gs": _fetch_from_bucket
 
 
 def forget(sources: Iterable[Source], scratch: Path) -> None:
-    """Remove the fetched copies of these files."""
     for source in sources:
         folder = _folder_of(source, scratch)
         if source.file is None and folder.exists():

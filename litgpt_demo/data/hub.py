@@ -91,7 +91,6 @@ def translate_hub_errors(repository: str, revision: str) -> Iterator[None]:
 
 
 def list_repository(name: str, revision: str) -> DatasetInfo:
-    """Return the commit and the files of a dataset repository."""
     from huggingface_hub import HfApi
 
     with translate_hub_errors(name, revision):
@@ -100,7 +99,6 @@ def list_repository(name: str, revision: str) -> DatasetInfo:
 
 
 def address_of(repository: str, commit: str | None, name: str) -> str:
-    """Return the address of a file of a dataset repository."""
     return f"hf://datasets/{repository}@{commit}/{name}"
 
 

@@ -53,18 +53,13 @@ _BLOCK = 1 << 20
 
 
 class MapSteps(Protocol):
-    """A way to carry out steps: `step` on every item, in any place and order; results in the order of the items.
-
-    Closing the generator cancels the steps that have not begun.
-    """
+    """Carries out `step` on every item, anywhere; results keep the order of the items, and closing cancels the rest."""
 
     def __call__(self, step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The progress of a preparation."""
-
     phase: Literal["tokenizer", "survey", "encode", "count", "publish"]
     documents: int = 0
     """Done in this phase."""
@@ -104,8 +99,6 @@ def threads_for(root: str) -> int:
 
 
 def in_threads(workers: int) -> MapSteps:
-    """Return the way to carry out steps in threads of this process."""
-
     def map_steps(step: Callable[[T], R], items: Sequence[T]) -> Generator[R, None, None]:
         with ThreadPoolExecutor(workers) as pool:
             yield from pool.map(step, items)  # closing it cancels the rest
@@ -218,7 +211,6 @@ def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -
 
 
 def _total(splits: Sequence[Split]) -> Split:
-    """Return the counts of all the splits, and no files."""
     return Split(
         documents=sum(split.documents for split in splits), tokens=sum(split.tokens for split in splits), files=()
     )
@@ -260,11 +252,8 @@ def _mix(planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, rep
 def _count_tokens(
     planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report
 ) -> DatasetManifest:
-    """Read files of token ids once, to count and to check them.
-
-    Nodes read the files in place. They are copied if either they or the root are in a bucket and the other is not: no
-    other machine can read a folder of this one.
-    """
+    # Nodes read the files in place. They are copied if either they or the root are in a bucket and the other is not:
+    # no other machine can read a folder of this one.
     corpus, tokenizer = planned.data.corpus, planned.tokenizer
     assert isinstance(corpus, TokensCorpus)
     assert tokenizer is not None, "DataConfig requires one that exists"
@@ -375,7 +364,6 @@ def _survey_all(
 
 
 def _encode_tasks(context: PrepContext, surveyed: Surveyed) -> list[EncodeTask]:
-    """Return a task for each shard, after drawing the documents that are for validation."""
     data, surveys = context.data, [stats for _, stats in surveyed]
     counts, unique = [stats.documents for stats in surveys], list[int | None]([None] * len(surveys))
     if data.filters.drop_duplicates:
@@ -422,11 +410,8 @@ def _require_documents(data: DataConfig, surveyed: Surveyed, count: int) -> None
 
 
 def _first_occurrences(progress_store: Storage, surveys: Sequence[ShardStats]) -> list[workers.Mask]:
-    """Return for each shard which of its documents do not occur before, in the shard or in earlier ones.
-
-    The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all, so that memory is
-    bounded by that and by a byte per document.
-    """
+    # The digests of a shard's documents are read once for every `_AT_ONCE` documents there are in all. So memory is
+    # bounded by that and by a byte per document.
     starts = np.cumsum([0, *(stats.documents for stats in surveys)])
     is_first = np.zeros(starts[-1], dtype=bool)
     groups = -(-len(is_first) // _AT_ONCE) or 1
@@ -449,8 +434,6 @@ def _first_occurrences(progress_store: Storage, surveys: Sequence[ShardStats]) -
 
 
 class _SplitFile:
-    """A file of a split: the pieces that will be joined in it, and the sha256 of their bytes."""
-
     def __init__(self) -> None:
         self.pieces, self.size, self.sha256 = list[FileRecord](), 0, sha256()
 
@@ -458,11 +441,8 @@ class _SplitFile:
 def _encode_all(
     context: PrepContext, tokenizer: StoredTokenizer, surveyed: Surveyed, map_steps: MapSteps, report: Report
 ) -> tuple[list[EncodeResult], list[_SplitFile], list[_SplitFile]] | None:
-    """Return the results of all shards, and the files of both splits; None if a shard counted empty documents.
-
-    A thread hashes the pieces while later ones are encoded. The sha256 of a file is the one checksum that cannot be
-    combined from those of its pieces, and it is slow: 0.5 GB/s a core.
-    """
+    # A thread hashes the pieces while later ones are encoded. The sha256 of a file is the one checksum that cannot
+    # be combined from those of its pieces, and it is slow: 0.5 GB/s a core.
     results, hashing = list[EncodeResult](), list[Future[None]]()
     train, validation = list[_SplitFile](), list[_SplitFile]()
     width = np.dtype(tokenizer[0].dtype).itemsize
@@ -493,11 +473,8 @@ def _encode_all(
 
 
 def _append(context: PrepContext, files: list[_SplitFile], piece: FileRecord, max_bytes: int) -> None:
-    """Add a piece to the last of a split's files.
-
-    A piece that would make the file larger than `max_bytes` is cut: pieces differ between a corpus on this machine and
-    the same one in a bucket, and the files must not.
-    """
+    # A piece that would make the file larger than `max_bytes` is cut. Pieces differ between a corpus on this machine
+    # and the same one in a bucket, and the files must not.
     start, parts = 0, list[FileRecord]()
     with _local_piece(context, piece) as path, path.open("rb") as content:
         while start < piece.size:
@@ -528,7 +505,6 @@ def _local_piece(context: PrepContext, piece: FileRecord) -> Iterator[Path]:
 
 
 def _cut(context: PrepContext, path: Path, start: int, end: int) -> FileRecord:
-    """Put the bytes [start, end) of a piece into the progress store, as a piece of their own."""
     with TemporaryDirectory(dir=context.make_scratch(), prefix="cut-", ignore_cleanup_errors=True) as folder:
         part = Path(folder, f"{path.name}.{start}")
         with translate_os_errors(str(part), needed=end - start), path.open("rb") as content, part.open("wb") as file:
@@ -539,7 +515,6 @@ def _cut(context: PrepContext, path: Path, start: int, end: int) -> FileRecord:
 
 
 def _join(context: PrepContext, name: str, pieces: Sequence[workers.TokenPiece], files: Sequence[_SplitFile]) -> Split:
-    """Join each file of a split from its pieces; it must have the checksum that theirs combine to."""
     files, records = files or [_SplitFile()], list[FileRecord]()
     for number, file in enumerate(files):
         path = f"{name}.bin" if len(files) == 1 else f"{name}-{number:05d}.bin"

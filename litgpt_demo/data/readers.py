@@ -49,8 +49,6 @@ _FORMATS: dict[str, Format] = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjso
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One file of a corpus."""
-
     address: str
     """As shown: local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
     name: str
@@ -93,8 +91,6 @@ class FileFormat(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BadDocument:
-    """A document that cannot be read."""
-
     index: int
     """Its number in its batch, bad and empty ones too."""
     place: str
@@ -113,7 +109,6 @@ class Batch:
     bad: tuple[BadDocument, ...] = ()
 
     def slice(self, start: int, end: int) -> Batch:
-        """Return the documents [start, end)."""
         bad = tuple(replace(bad, index=bad.index - start) for bad in self.bad if start <= bad.index < end)
         return Batch(texts=self.texts.slice(start, end - start), bad=bad)
 
@@ -121,10 +116,7 @@ class Batch:
 def read(
     path: Path, source: Source, layout: FileFormat, start: int = 0, end: int | None = None, *, scratch: Path, most: int
 ) -> Iterator[Batch]:
-    """Yield the documents of a file, or of the piece [start, end) of it: row groups of parquet, bytes of others.
-
-    A document of more than `most` bytes is a bad one.
-    """
+    """Yield the documents of a file, or of the piece [start, end) of it: row groups of parquet, bytes of others."""
     form, separator = layout.format_of(source.name), layout.separator_of(source.name)
     if form == "parquet":
         with seekable(path, source, scratch) as plain:
@@ -190,11 +182,8 @@ def split_points(path: Path, source: Source, layout: FileFormat, target: int) ->
 
 
 def _find_apart(text: bytes, separator: bytes, start: int) -> int:
-    """Return where the first separator from `start` on is that none before it overlaps; -1 if there is none.
-
-    A scan from the file's start is sure to find it. In `a\n\n\n\n` one for `\n\n` finds the first and the third: one
-    that began at the second would find others.
-    """
+    # A scan from the file's start is sure to find a separator that none before it overlaps: of `a\n\n\n\n` it finds the
+    # first `\n\n` and the third. One that began at the second would find others.
     found = text.find(separator, start)
     while found >= 0 and text.rfind(separator, max(0, found - len(separator) + 1), found + len(separator) - 1) >= 0:
         found = text.find(separator, found + 1)
@@ -209,8 +198,6 @@ def _zstd() -> Any:
 
 
 class Compression(NamedTuple):
-    """A way to compress a file as a whole."""
-
     name: str
     endings: tuple[str, ...]
     magic: bytes
@@ -388,11 +375,8 @@ class _Pieces(io.RawIOBase):
 
 
 def _decompressed(file: BinaryIO, compression: Compression, address: str) -> Iterator[bytes]:
-    """Yield what compressed data hold, member after member (`cat a.gz b.gz` makes two), of which the last must end.
-
-    The libraries' own readers take data that were cut off (zstandard's) or go wrong (bz2's, lzma's) for data that end
-    there.
-    """
+    # The libraries' own readers take data that were cut off (zstandard's) or go wrong (bz2's, lzma's) for data that end
+    # there. The last member must end.
     from zstandard import ZstdError
 
     decoder, position = compression.decoder(), 0
@@ -424,7 +408,6 @@ def _only(bad: BadDocument) -> Batch:
 
 
 def _bad(source: Source, index: int, place: str, problem: TrainLitgptError) -> BadDocument:
-    """Return a bad document: `problem` says what is wrong with it, and `place` where in the file it is."""
     fix = problem.fix
     if source.name.endswith(".bin"):
         fix += "; if it holds token ids, as nanoGPT's train.bin, set data.corpus.kind=tokens"
@@ -446,7 +429,6 @@ def _not_utf8(error: UnicodeDecodeError) -> DataError:
 
 
 def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Callable[[int, int], str]) -> Batch:
-    """Return the batch of these texts. `place` names the position of a byte of the text at an index."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -533,11 +515,8 @@ def _separated_texts(
 def _iter_records(
     stream: io.BufferedReader, separator: bytes, start: int, end: int | None, most: int
 ) -> Iterator[tuple[int, list[bytes] | None]]:
-    """Yield the records in bytes [start, end) of a stream, which is at `start`: some at a time, and where they begin.
-
-    An `end` is behind a separator, and no record follows it. Yields None for a record of more than `most` bytes and a
-    chunk, when so many were read; it is never held in memory.
-    """
+    # An `end` is behind a separator, and no record follows it. Yields None for a record of more than `most` bytes and a
+    # chunk, when so many were read; it is never held in memory.
     remaining = math.inf if end is None else end - start
     tail, is_too_long = b"", False
     unsure = len(separator) - 1  # bytes at the end of the tail that may be the beginning of a separator
@@ -562,7 +541,6 @@ def _iter_records(
 
 
 def _text_batch(texts: list[bytes], start: int, between: int, source: Source, most: int) -> Batch:
-    """The first text begins at byte `start` of the file's text, and there are `between` bytes from one to the next."""
     import pyarrow as pa
 
     def place(index: int, byte: int) -> str:
@@ -574,7 +552,6 @@ def _text_batch(texts: list[bytes], start: int, between: int, source: Source, mo
 def _json_lines(
     stream: io.BufferedReader, source: Source, column: str, start: int, position: int, end: int | None, most: int
 ) -> Iterator[Batch]:
-    """Yield the documents of the lines in bytes [start, end), of which the first begins at `position`."""
     import pyarrow as pa
     from pydantic_core import from_json  # two to three times as fast as json, and as strict
 
@@ -609,7 +586,6 @@ def _json_lines(
 
 
 def _lines_before(stream: io.BufferedReader, byte: int) -> int:
-    """Return the number of lines before a byte; the stream stays where it is."""
     if not byte:
         return 0  # a compressed stream, which is never cut, cannot be rewound
     position = stream.tell()

@@ -51,8 +51,6 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Documents that are read in one go."""
-
     number: int
     """Its index in the corpus's order."""
     parts: tuple[Part, ...]
@@ -152,10 +150,7 @@ def take_until_bytes(texts: pa.LargeStringArray, limit: float) -> tuple[int, int
 def documents(
     data: DataConfig, sources: Sequence[Source], scratch: Path, skipped: list[BadDocument] | None = None
 ) -> Iterator[str]:
-    """Yield every document of `sources` in their order, except empty ones, until one reaches the corpus's `max_bytes`.
-
-    Bad ones are appended to `skipped`; no source is fetched before it is needed.
-    """
+    """Yield every document that is not empty, until one reaches the corpus's `max_bytes`; bad ones go to `skipped`."""
     shard = Shard(number=0, parts=tuple(Part(source=source) for source in sources), limit=data.corpus.max_bytes)
     for batch in _read_parts(data, shard, scratch):
         if skipped is not None:
@@ -186,7 +181,6 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
 
 
 def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Finding]:
-    """Yield a warning if the separator is nowhere in the start of a corpus of text files."""
     layout = FileFormat.of(corpus)
     separator = layout.separator
     if separator is None:
@@ -210,7 +204,6 @@ def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Find
 
 
 def _read_heads(sources: Sequence[Source]) -> list[bytes]:
-    """Return the first LOOKED_AT bytes of the corpus, up to the first file that is larger and not on this machine."""
     heads, remaining = list[bytes](), LOOKED_AT
     with (
         TemporaryDirectory(prefix="train-litgpt-") as scratch,

@@ -68,7 +68,6 @@ class TokenizerFiles:
 
     @property
     def dtype(self) -> IdType:
-        """The type that holds an id."""
         return "<u2" if self.vocab_size <= 65_536 else "<u4"
 
     @property
@@ -170,7 +169,6 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
 
 
 def _end_of_text_of(config: Mapping[str, Any]) -> str | None:
-    """Return the eos_token of a tokenizer_config.json, which is a string or an object."""
     token = config.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")

@@ -59,7 +59,6 @@ class PrepContext:
 
     @property
     def storage(self) -> Storage:
-        """The folder of the dataset."""
         return open_storage(self.root).within(self.path)
 
     @property
@@ -114,8 +113,6 @@ class ShardStats(ShardRecord):
 
 
 class TokenPiece(Settings):
-    """A shard's documents of one split."""
-
     documents: int
     tokens: int
     file: FileRecord | None
@@ -123,8 +120,6 @@ class TokenPiece(Settings):
 
 
 class EncodeResult(ShardRecord):
-    """A shard's tokens."""
-
     task: str
     """The digest of the task."""
     train: TokenPiece
@@ -137,7 +132,6 @@ Record = TypeVar("Record", ShardStats, EncodeResult)
 
 
 def file_name(number: int, suffix: str) -> str:
-    """The name of what was made of the shard with this number, below SHARDS."""
     return f"{number:05d}.{suffix}"
 
 
@@ -147,7 +141,6 @@ def _digest_of(shard: Shard) -> str:
 
 
 def _read_record(context: PrepContext, name: str, kind: type[Record], shard: Shard) -> Record | None:
-    """Return the record of this step if it is of this shard, and all of its files are as it says."""
     store = context.progress_store
     try:
         record = parse_json(store.read(name), kind, where=store.address(name), fix="it is made again")
@@ -162,7 +155,6 @@ def _read_record(context: PrepContext, name: str, kind: type[Record], shard: Sha
 
 
 def _write_record(context: PrepContext, name: str, record: Settings) -> None:
-    """Record a step as done, after everything that the record names was stored."""
     content = record.model_dump_json().encode()
     # `create` is usually enough, and in a bucket it is one request where `write` makes two.
     if not context.progress_store.create(name, content):
@@ -173,8 +165,6 @@ _TOKENIZER = "tokenizer.json"
 
 
 class TokenizerRecord(Settings):
-    """The progress store's entry for the tokenizer."""
-
     files: tuple[FileRecord, ...]
 
 
@@ -201,7 +191,6 @@ def load_or_train_tokenizer(
 
 
 def store_tokenizer(context: PrepContext, tokenizer: TokenizerFiles) -> StoredTokenizer:
-    """Store the tokenizer's files in the dataset's folder, then their record."""
     records = []
     for name, content in sorted(tokenizer.files.items()):
         stored = context.storage.write(f"tokenizer/{name}", content)
@@ -299,9 +288,7 @@ def survey(context: PrepContext, shard: Shard, *, by_footer: bool = True) -> Sha
 
 
 def _free_copies(context: PrepContext, shard: Shard) -> None:
-    """Remove what was fetched for a shard's survey, unless there is much room: encoding has to fetch it again then.
-
-    Together the copies are the whole corpus, and the temporary folder may be memory."""
+    # Together the copies are the whole corpus, and the temporary folder may be memory.
     room = shutil.disk_usage(context.scratch)
     if room.free < room.total * _MIN_FREE:
         forget((part.source for part in shard.parts), context.scratch)
@@ -313,10 +300,7 @@ a probability below 10^-14."""
 
 
 def passing(texts: Any, filters: Filters) -> tuple[Mask, Counter[str]]:
-    """Return which documents pass, and how many were dropped for which reason (the first one that applies).
-
-    `texts` is a LargeStringArray of pyarrow, without nulls; so are those of the other functions here.
-    """
+    """Return which texts of a LargeStringArray pass, and how many were dropped for the first reason that applies."""
     import pyarrow.compute as pc
 
     kept, dropped = np.ones(len(texts), dtype=bool), Counter[str]()
@@ -337,7 +321,6 @@ def passing(texts: Any, filters: Filters) -> tuple[Mask, Counter[str]]:
 
 
 def byte_lengths(texts: Any) -> npt.NDArray[np.int64]:
-    """UTF-8 bytes of each document."""
     import pyarrow.compute as pc
 
     return _numbers(pc.binary_length(texts))
@@ -370,8 +353,6 @@ def _letters_and_spaces() -> tuple[Mask, Mask]:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeTask:
-    """A shard to encode."""
-
     shard: Shard
     survey: ShardStats
     unique: int | None
@@ -385,7 +366,6 @@ class EncodeTask:
         return content_hash(survey.shard, survey.documents, survey.read_documents, self.unique, list(self.held_out))
 
     def keep_mask(self, progress_store: Storage) -> Mask:
-        """Return whether each document, as it is read, is encoded."""
         survey = self.survey
         mask = np.ones(survey.read_documents, dtype=bool)
         if survey.kept is not None:
@@ -469,7 +449,6 @@ class _Piece:
 
 
 def _stored(context: PrepContext, piece: _Piece) -> TokenPiece:
-    """Put it into the storage; a copy stays for the process that hashes, if it is on this machine and has room."""
     if not piece.tokens:
         return TokenPiece(documents=0, tokens=0, file=None)
     folder = context.local_pieces_dir

@@ -27,7 +27,6 @@ class Cost(Settings):
 
     @property
     def usd(self) -> float:
-        """The cost at list price, in dollars."""
         return self.hours * self.price.usd
 
     def __str__(self) -> str:
@@ -39,8 +38,6 @@ class Cost(Settings):
 
 
 class HuggingFaceProof(Settings):
-    """The result of opening final/huggingface."""
-
     architecture: str
     """Class in transformers."""
     attention: str
@@ -54,8 +51,6 @@ class HuggingFaceProof(Settings):
 
 
 class FinalManifest(Settings):
-    """The manifest of a collected model, with the results of its proof."""
-
     run: str
     step: int
     tokens: int
@@ -113,7 +108,6 @@ def complete_final(run: Storage) -> FinalManifest | None:
 
 
 def summary_lines(final: FinalManifest) -> Iterator[str]:
-    """Yield a line for each thing that was collected and proved."""
     yield f"step {final.step}, {final.tokens:,} tokens, {final.parameters:,} parameters, {len(final.files)} files"
     yield (
         f"validation loss {final.validation_loss:.4f}, perplexity {final.perplexity:.2f}, "

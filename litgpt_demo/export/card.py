@@ -48,7 +48,6 @@ def cost_of(run: Storage) -> Cost | None:
 def write_card(
     run: Storage, spec: TrainingSpec, checkpoint: CheckpointManifest, final: FinalManifest, target: Path
 ) -> None:
-    """Write the three files."""
     document, rows = read_document(run), [row for row in read_metrics(run) if row["step"] <= checkpoint.step]
     dataset, names = open_dataset(spec.dataset), ("device", "device_name", "world_size", "precision")
     starts = [{name: row[name] for name in names if name in row} for row in rows if row.get("kind") == "start"]

@@ -39,8 +39,6 @@ _PART = re.compile(r"\n## Scores\n\n(\|.*\n)*\Z")
 
 
 class Score(Settings):
-    """One figure of a task."""
-
     task: str
     metric: str
     """With the filter of the answers that it is of, as `exact_match,strict-match`, where there is one."""
@@ -77,7 +75,6 @@ class Evaluation(Settings):
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """The rows of a table of the scores."""
         return [score.model_dump(mode="json") for score in self.scores]
 
 

@@ -82,7 +82,6 @@ def export(
 
 
 def _verify_existing(run: Storage, done: FinalManifest) -> FinalManifest:
-    """Return the collected model; of a local one every byte is read again."""
     final = run.within(FINAL)
     folder = final.local_path()
     if folder is not None:
@@ -140,10 +139,7 @@ def verified_checkpoint(
 
 @contextmanager
 def _workplace(run: Storage) -> Iterator[Path]:
-    """Yield an empty folder: of a local run on its own file system, so that finished files are moved, not copied.
-
-    One collection of a local run works at a time.
-    """
+    # Of a local run on its own file system, so that finished files are moved. One collection works at a time.
     scratch = run.local_path(".scratch/collect")
     if scratch is None:
         # A node's own folder has room for a dataset; its system's temporary folder may be a few GB.
@@ -258,7 +254,6 @@ def _write_huggingface(
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m litgpt_demo collect --run ADDRESS`."""
     parser = argparse.ArgumentParser(prog="litgpt_demo collect", description=__doc__)
     parser.add_argument("--run", required=True, help="address of the run's folder")
     parser.add_argument("--step", type=int, help="take the checkpoint of this step")

@@ -105,7 +105,6 @@ class Texts:
     """The texts of a batch, with the ids of the dataset, which every tokenizer must give them."""
 
     def __init__(self, tokenizer: Path, inputs: Tensor) -> None:
-        """Read the dataset's tokenizer.json; a DataError if it puts ids before a text that the dataset lacks."""
         self.tokenizer, self.inputs = HfTokenizer.from_file(str(tokenizer)), inputs
         prefix = self.tokenizer.encode("").ids
         if inputs[0, : len(prefix)].tolist() != prefix:
@@ -123,7 +122,6 @@ class Texts:
 
 
 def _losses(model: Any, validation: TokenDataset, numbers: SampleIds) -> list[float]:
-    """Return the loss of each of these samples."""
     losses = []
     for number in numbers:
         batch, targets = (torch.from_numpy(part) for part in validation.read(np.array([number], dtype=np.uint64)))

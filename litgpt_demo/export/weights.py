@@ -57,14 +57,12 @@ class Weights:
         return [list(names) for _, names in groupby(sorted(self.forms, key=block_of), block_of)]
 
     def read(self, names: list[str]) -> Tensors:
-        """Return these weights with their content."""
         tensors = {name: torch.empty_like(self.forms[name], device="cpu") for name in names}
         load_weights(self.shards, tensors, address=self._address)
         return tensors
 
 
 def write_litgpt(weights: Weights, path: Path) -> None:
-    """Write a state dict for `torch.load`."""
     with translate_os_errors(str(path), needed=weights.size), incremental_save(path) as saver:
         tensors = (named for names in weights.blocks for named in weights.read(names).items())
         saver.save({name: saver.store_early(tensor) for name, tensor in tensors})

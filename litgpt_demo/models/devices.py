@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 
 class Device(NamedTuple):
-    """One kind of accelerator."""
-
     name: str
     pattern: str
     """The name by `torch.cuda.get_device_name()`, and the names that platforms have for it; as a regular expression."""

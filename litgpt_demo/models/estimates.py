@@ -19,8 +19,6 @@ from litgpt_demo.optimizers import optimizer_of
 
 
 class ParamCount(NamedTuple):
-    """The parameters of a layer."""
-
     total: int
     active: int
     """Those that each token is multiplied with."""
@@ -42,7 +40,6 @@ def _has_experts(config: Any, layer: int) -> bool:
 
 
 def block(config: Any, layer: int) -> ParamCount:
-    """Count the parameters of one of the model's blocks."""
     width, heads, bias = config.n_embd, config.n_head, config.bias
     has_second = config.norm_2 and not config.shared_attention_norm
     total = _norm(config) * width * (config.norm_1 + has_second + config.post_attention_norm + config.post_mlp_norm)
@@ -114,7 +111,6 @@ def attention_flops(config: Any, length: int) -> int:
 
 
 def has_window(config: Any, layer: int) -> bool:
-    """Return whether a layer attends to a sliding window only."""
     return config.sliding_window_size is not None and bool(config.sliding_window_indices[layer])
 
 

@@ -46,7 +46,6 @@ class _Family:
     """The name by which the weight map detects the family, where it goes by names."""
 
     def matches(self, features: Fields) -> bool:
-        """Return whether transformers' class computes the same as a model with these features."""
         for name, required in (_DEFAULT_FEATURES | self.features).items():
             allowed = required if isinstance(required, set) else {required}
             if features[name] not in allowed:
@@ -56,8 +55,6 @@ class _Family:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceModel:
-    """A model in Hugging Face's terms."""
-
     fields: Fields
     """config.json without token ids and dtype."""
     config: Config
@@ -110,7 +107,6 @@ def huggingface_model(config: Config) -> HuggingFaceModel | None:
 
 
 def _architecture_features(config: Config) -> Fields:
-    """Return all that distinguishes architectures: the config's fields, and features that follow from several."""
     name, whole_rotary = config.name, config.rope_n_elem == config.head_size
     windows = config.sliding_window_indices or () if config.sliding_window_size else ()
     grouped = config.n_expert_groups or config.n_shared_expert or config.first_k_dense_replace
@@ -141,7 +137,6 @@ def _architecture_features(config: Config) -> Fields:
 
 
 def _windows(layers: list[int]) -> str:
-    """Return which layers attend to a sliding window only."""
     if not any(layers):
         return "none"
     return "all" if all(layers) else "some"

@@ -30,7 +30,6 @@ class Workspace:
         self._tensors: dict[str, Tensor] = {}
 
     def of(self, name: str, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a tensor of this name with any content: that of the last call if it fits, else a new one."""
         tensor = self._tensors.get(name)
         if tensor is None or (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
             tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -128,7 +127,6 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
 
 
 def _softcap_(logits: Tensor, softcap: float) -> Tensor:
-    """Cap logits in place, as LitGPT's do_softcapping does, and return the derivative."""
     logits.div_(softcap).tanh_()
     slope = 1 - logits * logits
     logits.mul_(softcap)
@@ -152,8 +150,6 @@ _LIFT = 1024.0  # a power of two; sums of float16 products stay far below 65,504
 
 @dataclass(kw_only=True)
 class _Gradients:
-    """The gradients of the mean loss, summed chunk by chunk in float32 or more."""
-
     by_hidden: Tensor
     by_weight: Tensor
     by_bias: Tensor | None
@@ -168,7 +164,6 @@ class _Gradients:
 
     @staticmethod
     def of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> _Gradients:
-        """Allocate the sums of a call."""
         dtype, device = options.dtype, hidden.device
         precise = torch.promote_types(dtype, torch.float32)
         product = None
@@ -193,7 +188,6 @@ class _Gradients:
             self.by_bias.add_(by_logits.sum(0), alpha=1 / self.count)
 
     def in_types_of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the gradients in the types of the tensors that they belong to."""
         by_bias = self.by_bias
         if bias is not None and by_bias is not None:
             by_bias = by_bias.to(bias.dtype)
@@ -209,10 +203,7 @@ def _multiply(
     alpha: float = 1.0,
     add: bool = False,
 ) -> None:
-    """Write, or add, `alpha` times a matrix product, summed in the precision of `out` where the device can.
-
-    Where it cannot, `workspace` holds the product in the operands' precision.
-    """
+    # Where the device cannot sum in the precision of `out`, `workspace` holds the product in the operands' precision.
     if first.dtype == out.dtype:
         torch.addmm(out, first, second, beta=float(add), alpha=alpha, out=out)
     elif first.device.type == "cuda":

@@ -65,7 +65,6 @@ _DRAWN_AT_ONCE = 1 << 22  # numbers that one generator draws: whole rows, by any
 
 
 def _pieces(weight: Tensor) -> range:
-    """Return the numbers of the pieces of a weight that this rank holds a row of."""
     local, first = _held(weight)
     rows = max(1, _DRAWN_AT_ONCE // weight.shape[1])
     if not len(local):
@@ -74,7 +73,6 @@ def _pieces(weight: Tensor) -> range:
 
 
 def _held(weight: Tensor) -> tuple[Tensor, int]:
-    """Return what this rank holds of a weight, and the number of its first row."""
     if not isinstance(weight, DTensor):
         return weight, 0
     offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)[1]
@@ -83,7 +81,6 @@ def _held(weight: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
-    """Draw one piece of a weight from its seed and name alone, and keep the rows that this rank holds."""
     (local, first), columns = _held(weight), weight.shape[1]
     rows = max(1, _DRAWN_AT_ONCE // columns)
     start = piece * rows

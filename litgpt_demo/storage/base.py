@@ -37,8 +37,6 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """A file in a storage."""
-
     path: str
     """Relative to the storage's root, with `/`."""
     size: int
@@ -223,7 +221,6 @@ def absent(address: str) -> FileNotFoundError:
 
 
 def content_of(path: Path) -> tuple[int, str]:
-    """Return size and crc32c of a local file."""
     with path.open("rb") as file:
         return copy_with_crc(file)
 
@@ -233,7 +230,6 @@ def crc32c_of(path: Path) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Return 64 lower-case hex digits."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
 

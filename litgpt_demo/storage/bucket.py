@@ -283,8 +283,7 @@ class BucketStorage(Storage):
         return DEFAULT_RETRY.with_delay(maximum=30.0).with_timeout(self.patience + size / _SLOWEST)
 
     def _retry_transient(self, address: str, role: str, attempt: Callable[[], T]) -> T:
-        """Return the result of `attempt`; with `_retry` the one retry policy, for what the client does not try again.
-        Where its calls are refused, `role` is named, which allows them."""
+        # With `_retry` the one retry policy, for what the client does not try again.
         reason = RetryableError()
         for _ in range(_TRIES):
             try:
@@ -298,7 +297,6 @@ class BucketStorage(Storage):
         ) from reason
 
     def _each(self, action: Callable[[Item], T], items: Iterable[Item]) -> Sequence[T]:
-        """`action` of every item, several at a time; after one that fails no more are begun."""
         with ThreadPoolExecutor(self.parallel) as pool:
             return [*pool.map(action, items)]
 
@@ -342,7 +340,6 @@ class BucketStorage(Storage):
         self._retry_transient(self._address(wanted.path), _USER, attempt)
 
     def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], existing: Any | None) -> None:
-        """Upload in place of `existing`, the object as it was seen last."""
         blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
         blob.crc32c = b64encode(bytes.fromhex(wanted.crc32c)).decode()  # the server compares before it commits
         with source() as file:
@@ -370,8 +367,7 @@ class BucketStorage(Storage):
         return content.getvalue()
 
     def _fetch(self, blob: Any, sink: BinaryIO, file: Path | None = None) -> None:
-        """The object's bytes into `sink`, which is empty, compared: the client does not compare what it resumed. Large
-        objects come by ranges if `sink` is open on a `file`."""
+        # Compared here, because the client does not compare what it resumed.
         expected = metadata(blob)
         if file is not None and expected.size > 2 * self.part_size:
 
@@ -399,7 +395,6 @@ class BucketStorage(Storage):
         )
 
     def _join(self, blobs: Sequence[Any], name: str) -> ObjectInfo:
-        """Make the object `name` be `blobs` (one at least) behind one another; intermediate objects stay."""
         wanted, existing = base.combine_crc32c(name, map(metadata, blobs)), self._head(name)
         if existing is not None and metadata(existing) == wanted:
             return wanted
@@ -413,12 +408,10 @@ class BucketStorage(Storage):
         return wanted
 
     def _join_hidden(self, blobs: Sequence[Any], name: str) -> Any:
-        """Join `blobs` in an intermediate object, which a later attempt finds again."""
         part = base.combine_crc32c("", map(metadata, blobs))
         return self._compose(blobs, replace(part, path=_hidden(name, f"{part.size}-{part.crc32c}.partial")))
 
     def _compose(self, sources: Sequence[Any], wanted: ObjectInfo) -> Any:
-        """Make the object be at most 32 `sources` of known generations behind one another; the bucket does it."""
         existing = self._head(wanted.path)
         if existing is not None and metadata(existing) == wanted:
             return existing
@@ -452,8 +445,7 @@ def _is_clean(name: str) -> bool:
 
 
 def metadata(blob: Any) -> ObjectInfo:
-    """Return the bucket's record of the object. An answer for an empty one may lack the size: JSON made of protocol
-    buffers has no members that are zero."""
+    # An answer for an empty object may lack the size: JSON made of protocol buffers has no members that are zero.
     try:
         size, _ = int(blob.size or 0), int(blob.generation)
         crc32c = base.EMPTY if size == 0 else b64decode(blob.crc32c).hex()

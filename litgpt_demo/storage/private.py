@@ -98,7 +98,6 @@ def close_folder(folder: Path) -> None:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write a file that only its owner can read, atomically."""
     close_folder(file.parent)
     with atomic_write(file) as aside:
         os.fchmod(aside.fileno(), 0o600)

@@ -122,8 +122,6 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes objects of the classes in `_STORED`, and of no others."""
-
     def find_class(self, module: str, name: str, /) -> Any:
         """Return a stand-in that makes what is asked for: a class itself could be changed by the rest of the file."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -152,7 +150,6 @@ class _Planner(DefaultLoadPlanner):
     """Torch's planner, which would execute what it reads as bytes: numbers, flags and tuples of them."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Hand on a pickle that this process has made itself, of what the stored one holds."""
         own = BytesIO()
         torch.save(torch.load(value, weights_only=True), own)
         own.seek(0)

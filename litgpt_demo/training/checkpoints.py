@@ -25,8 +25,6 @@ _STEP = re.compile(r"step-\d{8,}")
 
 
 class CheckpointManifest(Settings):
-    """The manifest of a complete checkpoint."""
-
     format: int
     run: str
     step: int
@@ -107,7 +105,6 @@ def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int
 
 
 def _problems(storage: Storage, records: Iterable[FileRecord]) -> list[str]:
-    """Return how files differ from their records, a sentence each. A folder's are read; a bucket returns checksums."""
     folder = storage.local_path()
     if folder is not None:
         return differences(folder, records)
@@ -168,10 +165,7 @@ def require_beginning(run: Storage) -> None:
 
 
 def quarantine(run: Storage, folder: str, why: str) -> str:
-    """Move a damaged folder out of the way, with a note, and return its new address.
-
-    It is kept for a person who searches the cause, and is not read again.
-    """
+    """Move a damaged folder out of the way, with a note for a person, and return its new address."""
     taken = {path.split("/")[0] for path in run.within(_QUARANTINE).list()}
     name, number = folder.rsplit("/", 1)[-1], 1
     while f"{name}.{number}" in taken:
@@ -190,7 +184,6 @@ def upload_files(files: Iterable[Path], run: Storage, step: int) -> list[FileRec
 
 
 def commit(run: Storage, manifest: CheckpointManifest) -> None:
-    """Write the manifest, as soon as every file exists."""
     write_manifest(run.within(folder_of(manifest.step)), manifest)
 
 

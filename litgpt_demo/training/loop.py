@@ -149,11 +149,8 @@ class Loop:
                 return
 
     def _collect(self, *, wait: bool) -> str | None:
-        """Handle the steps whose sums have arrived, and return the reason to stop, if there is one.
-
-        With `wait`, or a reason to stop, the newest step is waited for too. What is saved is then known to be finite: a
-        state that is not would be resumed from forever.
-        """
+        # With `wait`, or a reason to stop, the newest step is waited for too. What is saved is then known to be finite:
+        # a state that is not would be resumed from forever.
         in_flight, stop_reason = 0 if wait else 1, None
         while (result := self._reducer.collect(max_in_flight=in_flight)) is not None:
             self._handle_step(result)
@@ -163,12 +160,10 @@ class Loop:
 
     @property
     def _is_evaluation_step(self) -> bool:
-        """True if the weights are to be evaluated after the step then done."""
         spec = self._training.spec
         return self.done % spec.train.evaluate_every == 0 or self.done == spec.steps
 
     def _evaluate(self) -> float:
-        """Evaluate the step then done, report it, and return the validation loss."""
         began = monotonic()
         validation_loss, by_source = evaluate(self._training, done=self.done)
         if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
@@ -199,7 +194,6 @@ class Loop:
         ranks.run_on_rank_zero(complete)
 
     def _handle_step(self, result: StepResult) -> None:
-        """Report a step. If it made no update, stop or skip it, as the settings say."""
         problem = self._problem_of(result)
         if problem is None:
             self._skips_in_a_row = 0
@@ -229,7 +223,6 @@ class Loop:
         self._report.row(kind="skip", step=result.done, why=problem, windows=windows)
 
     def _problem_of(self, result: StepResult) -> str | None:
-        """Return which figure of a step is not finite; None if all are."""
         if not math.isfinite(result.loss):
             return f"the loss of step {result.done} is {result.loss}"
         # A scaler leaves out an update whose gradients overflowed.
@@ -279,7 +272,6 @@ def _report_save(report: Reporter, saved: SaveResult) -> None:
 
 @record
 def main(argv: Sequence[str] | None = None) -> int:
-    """`-m litgpt_demo train --run ADDRESS`, in every rank."""
     parser = argparse.ArgumentParser(prog="litgpt_demo train", description=__doc__)
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
     parser.add_argument("--attempt", type=int, help="read the config.json of this attempt; default: that of the run")
@@ -329,10 +321,7 @@ def seconds_left(run: Storage, seconds: float) -> float:
 
 
 def scratch_of(run: Storage, rank: int) -> Path:
-    """Empty and return the folder for this rank's unfinished files.
-
-    It is on the run's own file system if that is local, so that finished shards are moved instead of copied.
-    """
+    # On the run's own file system if that is local, so that finished shards are moved instead of copied.
     # The same run may exist in several buckets.
     parent = run.local_path(".scratch") or make_temporary(f"{run.root.rpartition('/')[2]}-{content_hash(run.root)}")
     folder = parent / f"rank-{rank}"

@@ -71,7 +71,6 @@ def find_initial_weights(name: str | None, optimizer: bool, root: str) -> Initia
 
 
 def _in_hub(repository: str, revision: str | None) -> InitialWeights | None:
-    """Return the model of a repository with the checksums that the Hub lists; without a network, those of the cache."""
     from huggingface_hub import HfApi, constants
 
     listed, offline = dict[str, tuple[int, str]](), constants.HF_HUB_OFFLINE
@@ -114,7 +113,6 @@ def _with_algorithm(version: str) -> str:
 
 
 def _from_hub(repository: str, revision: str | None, patterns: list[str]) -> Path:
-    """Fetch files into the cache of the Hub's client; the folder has the name of the commit."""
     from huggingface_hub import snapshot_download
 
     with translate_hub_errors(repository, revision or "main"):
@@ -122,7 +120,6 @@ def _from_hub(repository: str, revision: str | None, patterns: list[str]) -> Pat
 
 
 def _fetched(origin: InitialWeights) -> InitialWeights:
-    """Fetch the weights of a model of the Hub; a DataError if they are not those that the Hub lists."""
     repository, _, commit = origin.name.rpartition("@")
     folder = _from_hub(repository, commit, [*_SETTINGS_FILES, *origin.files])
     for name, (_, version) in origin.files.items():
@@ -156,7 +153,6 @@ def _in_run(storage: Storage, name: str) -> InitialWeights | None:
 
 
 def _in_folder(storage: Storage) -> InitialWeights | None:
-    """Return the weights of LitGPT or transformers in a folder; a UserError if a file is missing."""
     kind, names = "litgpt", ["lit_model.pth"]
     if not storage.exists(names[0]):
         kind, names = "huggingface", [_SAFETENSORS]
@@ -181,7 +177,6 @@ def _pinned(kind: str, storage: Storage, files: list[ObjectInfo] | tuple[FileRec
 
 
 def records_of(origin: InitialWeights) -> list[FileRecord]:
-    """Return the files of the weights, with their checksums when the run was made."""
     return [FileRecord(path=path, size=size, crc32c=crc32c) for path, (size, crc32c) in origin.files.items()]
 
 

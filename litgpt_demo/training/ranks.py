@@ -63,7 +63,6 @@ class Ranks:
         return self.gather_then_broadcast(lambda: None, lambda _: action())
 
     def _gather(self, result: object) -> list[Any]:
-        """Return on rank 0 the results of all ranks."""
         if self.world_size == 1:
             return [result]
         results = [None] * self.world_size if self.rank == 0 else None
@@ -71,7 +70,6 @@ class Ranks:
         return results or []
 
     def _scatter(self, outcomes: list[Any]) -> Any:
-        """Return this rank's item of what rank 0 has."""
         if self.world_size == 1:
             return outcomes[0]
         received: list[Any] = [None]

@@ -148,8 +148,6 @@ class Reporter:
         self._losses = []
 
     def _by_source(self, done: int) -> dict[str, float]:
-        """Return for each source of a mixture the tokens of all steps so far, and its mean loss since the last row, if
-        it has any."""
         spec, windows = self._training.spec, self._training.data.train
         if not isinstance(windows, MixtureDataset):
             return {}
@@ -209,7 +207,6 @@ class Reporter:
 
 
 def warn(text: str) -> None:
-    """Print a warning to the log of this rank."""
     print(f"warning: {text}", flush=True)
 
 
@@ -220,7 +217,6 @@ class Table:
     """metrics.csv: the rows of steps, evaluations and checkpoints, one column per metric, empty where it has none."""
 
     def __init__(self, path: Path, kept: Iterable[Row]) -> None:
-        """Begin with the rows of older attempts that still count."""
         partial_file = path.with_name(f".{path.name}.partial")
         self._file = partial_file.open("w", buffering=1, newline="")
         self._writer = csv.DictWriter(self._file, CSV_COLUMNS, extrasaction="ignore")
@@ -238,8 +234,6 @@ class Table:
 
 
 class TensorBoard:
-    """Event files; `tensorboard --logdir` on the folder shows them."""
-
     def __init__(self, spec: TrainingSpec, folder: Path, *, resumed_from: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 

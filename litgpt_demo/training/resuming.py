@@ -45,8 +45,6 @@ def _blame(error: NodeError, *, own: bool) -> NoReturn:
 
 
 class _Resumption:
-    """One rank's part in a resume."""
-
     def __init__(self, training: Training, on_warning: Callable[[str], object]) -> None:
         self._training, self._on_warning = training, on_warning
         self._run, self._ranks, self._local_rank = training.run, training.ranks, training.fabric.local_rank
@@ -94,14 +92,12 @@ class _Resumption:
         return self._fetch(manifest, needed[self._local_rank :: processes])
 
     def _needs(self, manifest: CheckpointManifest) -> tuple[int, set[str]]:
-        """Return this node, and the names of the files that this rank reads."""
         training = self._training
         precision = training.fabric.strategy.precision.state_dict()
         state = training_state(training.model.module, training.optimizer.optimizer, precision)
         return self._node, files_of_state(state, self._scratch, address=self._folder(manifest).address())
 
     def _fetch(self, manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
-        """Bring these files to the node and verify them; each rank has its own. Return True if all ranks succeed."""
         local_error: Exception | None = None
 
         def fetch() -> None:
@@ -122,10 +118,7 @@ class _Resumption:
         return True
 
     def _settle(self, manifest: CheckpointManifest, error: DataError, doubted: list[FileRecord]) -> None:
-        """Quarantine a checkpoint, unless another node finds the doubted files sound: then this machine misreads them.
-
-        The judge is the first rank on a node without doubts.
-        """
+        # The judge is the first rank on a node without doubts. If it finds the files sound, this machine misreads them.
         ranks, folder = self._ranks, self._folder(manifest)
         doubts = ranks.gather_then_broadcast(lambda: (self._node, doubted), lambda doubts: doubts)
         doubting_nodes = {node for node, records in doubts if records}
@@ -148,7 +141,6 @@ class _Resumption:
             _blame(misreading, own=bool(doubted))
 
     def load(self, manifest: CheckpointManifest) -> None:
-        """Load a verified checkpoint into the model, the optimizer and the loss scaling."""
         training, precision = self._training, self._training.fabric.strategy.precision
         folder = self._folder(manifest)
         local = folder.local_path()

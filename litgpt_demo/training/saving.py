@@ -55,8 +55,6 @@ _AROUND_A_TENSOR = 2048
 
 @dataclass(kw_only=True)
 class SaveResult:
-    """The result of a save."""
-
     step: int
     taken: float
     """When the state was taken that it holds, on the monotonic clock."""
@@ -73,8 +71,6 @@ class SaveResult:
 
 
 class _PendingSave(NamedTuple):
-    """A save that has begun."""
-
     result: SaveResult
     staged: Event
     """Set when the copy is complete: the state may change again."""
@@ -94,11 +90,8 @@ class Saver:
         on_result: Callable[[SaveResult], object],
         before_commit: Callable[[], object] = lambda: None,
     ) -> None:
-        """Start the thread of the saves.
-
-        `on_result` gets the result of each save on rank 0, in the thread of the training, at the next step or later.
-        `before_commit` is called on rank 0, in the thread of the save: it stores what has to precede a checkpoint.
-        """
+        # `on_result` gets the result of each save on rank 0, in the thread of the training, at the next step or later.
+        # `before_commit` is called on rank 0, in the thread of the save: it stores what has to precede a checkpoint.
         self._training, self._on_result, self._before_commit = training, on_result, before_commit
         self._ranks = Ranks.of(training.fabric)
         self._shards = ShardWriter(self._ranks, training.fabric.device)
@@ -136,7 +129,6 @@ class Saver:
         validation_loss: float | None,
         seconds: float,
     ) -> None:
-        """Make the checkpoint, in the thread, on all ranks. An error of one is raised on all, and nothing remains."""
         began, ranks, run, step = monotonic(), self._ranks, self._training.run, result.step
         folder = self._training.scratch / f"step-{step}"
 
@@ -175,7 +167,6 @@ class Saver:
     def _commit(
         self, step: int, validation_loss: float | None, seconds: float, records: Sequence[Sequence[FileRecord]]
     ) -> int:
-        """Write the manifest of the files of all ranks; return their bytes."""
         spec, train = self._training.spec, self._training.spec.train
         own = {(key, train.seed) for key in self._training.data.manifest.sample_keys}
         earlier = spec.origin.trained_on if spec.origin else ()
@@ -200,7 +191,6 @@ class Saver:
         return manifest.size
 
     def _prune(self, step: int) -> str | None:
-        """Remove the checkpoints that are not to be kept; return a warning if that fails."""
         run, train = self._training.run, self._training.spec.train
         try:
             checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
@@ -248,7 +238,6 @@ class Saver:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Leave nothing in flight; after a training that ended well, the last save has to have succeeded."""
         try:
             if error is None:
                 self.finish()
@@ -314,10 +303,7 @@ class ShardWriter:
             self._stream.synchronize()
 
     def _allocate(self, sources: Mapping[MetadataIndex, Tensor]) -> dict[MetadataIndex, Tensor]:
-        """Return host memory for a copy of each tensor: one block of their bytes, which the device writes directly.
-
-        torch's own pinned memory is a block for each tensor, of the next power of two, which is never given back.
-        """
+        # torch's own pinned memory is a block for each tensor, of the next power of two, which is never given back.
         sizes = [-(-source.nbytes // _ALIGNED) * _ALIGNED for source in sources.values()]
         block = mmap.mmap(-1, max(1, sum(sizes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self._stream is not None:
@@ -336,7 +322,6 @@ class ShardWriter:
         return copies
 
     def close(self) -> None:
-        """Give the host memory back."""
         self._copies.clear()
         if self._pinned is not None:
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -70,10 +70,7 @@ def open_fabric(train: TrainConfig) -> Fabric:
 
 
 def _apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
-    """Shard a model by FSDP2: each block's weights are gathered when it runs, and the next one's meanwhile.
-
-    Unlike FSDP1 it runs on CPUs, and weights keep their shapes, by which decay_groups finds the matrices.
-    """
+    # FSDP2: unlike FSDP1 it runs on CPUs, and weights keep their shapes, by which decay_groups finds the matrices.
     # Fabric calls the mesh dimensions data_parallel and tensor_parallel. They are used as replicate and shard: over all
     # ranks (fsdp), or within a node (hybrid).
     data = mesh if mesh.size(0) > 1 else mesh["tensor_parallel"]
@@ -101,15 +98,12 @@ Samples: TypeAlias = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The two splits of a dataset, as samples."""
-
     manifest: DatasetManifest
     train: TokenDataset
     validation: TokenDataset
 
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
-    """Open the two splits, memory-mapped."""
     manifest = open_dataset(str(folder))
     if manifest.key != spec.dataset_key:
         what = f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}"
@@ -230,8 +224,6 @@ class TrainingTimer:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The state of one rank."""
-
     spec: TrainingSpec
     data: Data
     feed: BatchLoader

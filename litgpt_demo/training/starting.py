@@ -138,10 +138,7 @@ def tensor_problems(config: Config, origin: InitialWeights, folder: Path) -> lis
 
 
 def _iter_weights(config: Config, origin: InitialWeights, folder: Path, *, meta: bool = False) -> Iterator[Tensors]:
-    """Yield the weights of a folder by LitGPT's names, those of transformers block by block.
-
-    With `meta`, only the shapes of the latter are read.
-    """
+    """Yield the weights by LitGPT's names, those of transformers block by block; with `meta`, only their shapes."""
     if origin.kind == "litgpt":
         yield _read_litgpt(origin, folder)[0]
         return
@@ -174,7 +171,6 @@ def _iter_weights(config: Config, origin: InitialWeights, folder: Path, *, meta:
 
 
 def _block_of(name: str) -> str:
-    """Return the part of a tensor's name up to the number of its block; empty for those outside of blocks."""
     numbered = re.match(r".*?\.\d+\.", name)
     return "" if numbered is None else numbered[0]
 
@@ -184,7 +180,6 @@ _WRAPPER = re.compile(r"\b(_orig_mod|module|_forward_module|_fsdp_wrapped_module
 
 
 def _read_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str]]:
-    """Return the weights of a lit_model.pth, and the parts that were removed from their names."""
     with explain_unpickling_errors(origin.name):
         state = torch.load(folder / "lit_model.pth", map_location="cpu", mmap=True, weights_only=True)
     if isinstance(state, dict):  # `litgpt pretrain` and Lightning save more than weights
@@ -204,7 +199,6 @@ def _read_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str
 
 
 def _transformers_config(folder: Path) -> Any:
-    """Read the config of a model of transformers, with its defaults for fields that the file omits."""
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -215,8 +209,6 @@ Problem: TypeAlias = tuple[str, str]
 
 
 class CompatibilityRequest(Settings):
-    """The input of `python -m litgpt_demo compare`."""
-
     model: ModelConfig
     vocab_size: int
     origin: InitialWeights
@@ -252,7 +244,6 @@ class CompatibilityRequest(Settings):
         return problems
 
     def _litgpt_fields(self, storage: Storage) -> dict[str, Any]:
-        """Return the fields of LitGPT's Config that the weights were made with."""
         if self.origin.kind == "litgpt":
             config = Config(**yaml.safe_load(storage.read(CONFIGS["litgpt"])))
         else:
@@ -289,6 +280,5 @@ def _comparable_fields(exported: HuggingFaceModel, stored: Any) -> tuple[dict[st
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `-m litgpt_demo compare`: read a request in JSON from stdin, and print its problems as JSON."""
     print(json.dumps(CompatibilityRequest.model_validate_json(sys.stdin.read()).check()))
     return 0

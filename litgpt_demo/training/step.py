@@ -28,8 +28,6 @@ from litgpt_demo.training.setup import Training, read_samples, to_device
 
 
 class LocalStepStats(NamedTuple):
-    """The figures of a step on one rank."""
-
     loss: Tensor
     """This rank's mean, on the device."""
     norm: Tensor
@@ -41,7 +39,6 @@ class LocalStepStats(NamedTuple):
 
 
 def train_step(training: Training, step: int) -> LocalStepStats:
-    """Make one optimizer step."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
     # Dropout is a function of the step, so a resumed run draws the same.
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
@@ -109,8 +106,6 @@ class StepResult(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A step whose sums are on their way to host memory."""
-
     done: int
     sums: Tensor
     ready: Any
