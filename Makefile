@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -76,7 +76,7 @@ size: $(VENV)/.installed-dev ## lines, files, and what makes the source slow to 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-verdict ## all measurements; QUICK=1 takes one round of each, within 4 minutes
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
 	$(BIN)/python -m bench dataset $(if $(QUICK),--quick)
@@ -90,8 +90,8 @@ bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fa
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 	$(BIN)/python -m bench pipeline $(if $(QUICK),--quick)
 
-bench-verdict: $(VENV)/.installed ## how often the verdict on a failure is right, in seconds: it reads recorded ones
-	$(BIN)/python -m bench verdict $(if $(QUICK),--quick)
+bench-diagnosis: $(VENV)/.installed ## how often the diagnosis of a failure is right, in seconds: it reads recorded ones
+	$(BIN)/python -m bench diagnosis $(if $(QUICK),--quick)
 
 docs: $(VENV)/.installed-docs ## the pages as a site, in site/; links are checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir $(SITE)

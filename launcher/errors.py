@@ -104,7 +104,7 @@ class JobRefused(PlatformRefused):
 
 
 class JobFailed(LauncherError):
-    """The job failed. The message and the failure class are those of its last attempt's verdict."""
+    """The job failed. The message and the failure class are those of its last attempt's diagnosis."""
 
 
 UNVERIFIABLE = (

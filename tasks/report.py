@@ -26,7 +26,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.reports import report
 from launcher.reports.goodput import attempt_times, ledger
 from launcher.reports.report import RunReport
-from launcher.runs.diagnosis import Verdict
+from launcher.runs.diagnosis import Diagnosis
 from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
@@ -167,11 +167,11 @@ class LiveArtifacts(ProgressReporter):
                 await client.update_artifact(self._page, ArtifactUpdate(data=page))
 
 
-async def show_verdict(verdict: Verdict, *, attempt: str) -> None:
+async def show_diagnosis(diagnosis: Diagnosis, *, attempt: str) -> None:
     """Show in Prefect why an attempt ended."""
-    page = report.verdict_markdown(verdict)
-    update = artifacts.acreate_markdown_artifact(page, key=f"verdict-{attempt}", description=f"Why {attempt} ended")
-    await update_ui(update, otherwise=f"the verdict could not be shown; it is in {verdict.logs}")
+    page = report.diagnosis_markdown(diagnosis)
+    update = artifacts.acreate_markdown_artifact(page, key=f"diagnosis-{attempt}", description=f"Why {attempt} ended")
+    await update_ui(update, otherwise=f"the diagnosis could not be shown; it is in {diagnosis.logs}")
 
 
 @step_task("publish-report")

@@ -24,8 +24,8 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.reports.goodput import attempt_times, ledger
 from launcher.runs.attempts import CancelWatch, Claim, claim_at
-from launcher.runs.diagnosis import ADVICE, Verdict, diagnose
-from launcher.runs.index import AttemptRecord, AttemptVerdict, Index
+from launcher.runs.diagnosis import ADVICE, Diagnosis, diagnose
+from launcher.runs.index import AttemptDiagnosis, AttemptRecord, Index
 from launcher.runs.lease import HEARTBEAT_INTERVAL, POLL_INTERVAL, Lease
 from launcher.runs.restarts import RestartPolicy, without_machine
 from launcher.runs.run import Run, training_spec, write_config
@@ -41,14 +41,14 @@ from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import MANIFEST, open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.origins import fetch_initial_weights
-from tasks.report import LINE, LiveArtifacts, show_state, show_verdict
+from tasks.report import LINE, LiveArtifacts, show_diagnosis, show_state
 from tasks.steps import emit, emit_milestone, opaque, report_unreadable, step_task, warn
 
 T = TypeVar("T")
 
-_TAIL = 200  # lines that are kept for the verdict
+_TAIL = 200  # lines that are kept for the diagnosis
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
-_LONGEST_WHY = 4_000  # characters of a verdict in an event: Prefect refuses long ones
+_LONGEST_WHY = 4_000  # characters of a diagnosis in an event: Prefect refuses long ones
 _LOGGED = 40  # lines of node 0 that Prefect's database gets in a minute: NCCL alone prints thousands
 _MOST_CLAIMED = 20  # checkpoints of an attempt that do not exist or are not checked yet; further rows are ignored
 _MOST_WARNINGS = 20  # that are reported of an attempt
@@ -125,7 +125,7 @@ async def run_job(
 ) -> AttemptRecord:  # fmt: skip
     """Reattach to a job or start it, restart it as its policy says, and return the attempt that ended well.
 
-    One of a run's orchestrators leads: it holds the lease, starts attempts, records their verdicts and emits the run's
+    One of a run's orchestrators leads: it holds the lease, starts attempts, records their diagnoses and emits the run's
     events. The others follow until the lease is free. A resumed flow run continues the count of its attempts, and a new
     command begins a new one. `step` is the run's newest checkpoint; 0 without one, and for every script. `watch` has
     looked for cancellations since the flow began.
@@ -141,7 +141,7 @@ async def run_job(
         if last.status.state.is_live and not claim.should_reattach(last):
             claim.require_replaceable(last)
             await query_platform(claim, partial(watch.replace_live, attempts))
-    verdicts = await asyncio.to_thread(attempts.index.verdicts_of_flow_run, attempts.run, claim.orchestrator)
+    diagnoses = await asyncio.to_thread(attempts.index.diagnoses_of_flow_run, attempts.run, claim.orchestrator)
     with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
         orchestrator = _Orchestrator(
             claim=claim,
@@ -149,9 +149,9 @@ async def run_job(
             watch=watch,
             policy=RestartPolicy(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings()),
             on_row=on_row,
-            verdicts=verdicts,
-            newest_step=max((verdict.after for verdict in verdicts), default=step),
-            last_ended=verdicts[-1].attempt if verdicts else 0,
+            diagnoses=diagnoses,
+            newest_step=max((diagnosis.after for diagnosis in diagnoses), default=step),
+            last_ended=diagnoses[-1].attempt if diagnoses else 0,
             ended_before=ended_before,
         )
         succeeded = None
@@ -171,7 +171,7 @@ class _Orchestrator:
     watch: CancelWatch
     policy: RestartPolicy
     on_row: Callable[[Row], None]
-    verdicts: list[AttemptVerdict]
+    diagnoses: list[AttemptDiagnosis]
     """The attempts that count, oldest first."""
     newest_step: int
     """The newest checkpoint before the current attempt."""
@@ -179,7 +179,7 @@ class _Orchestrator:
     """The last attempt that is known to have ended."""
     ended_before: int
     """The last attempt that had ended before this orchestrator began. If a later one ended well, the run has."""
-    verdict: Verdict | None = None
+    diagnosis: Diagnosis | None = None
     """The diagnosis of `last_ended`, if this orchestrator has followed that attempt to a bad end."""
 
     async def follow(self) -> AttemptRecord | None:
@@ -190,7 +190,7 @@ class _Orchestrator:
         """
         claim, attempts = self.claim, self.claim.attempts
         is_waiting = False
-        while not await self._try_to_lead(unless_stopped_after=self.last_ended if self.verdict else 0):
+        while not await self._try_to_lead(unless_stopped_after=self.last_ended if self.diagnosis else 0):
             last = await query_platform(claim, attempts.last)
             is_next = last is not None and last.number > self.last_ended and last.status.state.is_live
             if last is not None and is_next and claim.should_reattach(last):
@@ -200,8 +200,8 @@ class _Orchestrator:
                 if await self._await(last.record):
                     return last.record
                 continue
-            if self.verdict is not None and await asyncio.to_thread(self.lease.stopped_after, self.last_ended):
-                raise JobFailed(str(self.verdict), fault=self.verdict.fault)
+            if self.diagnosis is not None and await asyncio.to_thread(self.lease.stopped_after, self.last_ended):
+                raise JobFailed(str(self.diagnosis), fault=self.diagnosis.fault)
             if not is_waiting:
                 is_waiting = True
                 emit(Note(what=f"{attempts.run} is orchestrated by {self._leader}; this orchestrator follows"))
@@ -214,19 +214,21 @@ class _Orchestrator:
         return None
 
     async def lead(self) -> AttemptRecord | None:
-        """Start attempts and record their verdicts until one ends well, and return it.
+        """Start attempts and record their diagnoses until one ends well, and return it.
 
         Returns None if another orchestrator has the lease by now; JobFailed if the policy allows no further attempt.
         """
         if self.lease.inherited is not None:
             attempts = self.claim.attempts
-            inherited = await asyncio.to_thread(attempts.index.verdicts_of_flow_run, attempts.run, self.lease.inherited)
-            known = {verdict.attempt for verdict in self.verdicts}
-            self.verdicts += [verdict for verdict in inherited if verdict.attempt not in known]
-            self.verdicts.sort(key=lambda verdict: verdict.attempt)
+            inherited = await asyncio.to_thread(
+                attempts.index.diagnoses_of_flow_run, attempts.run, self.lease.inherited
+            )
+            known = {diagnosis.attempt for diagnosis in self.diagnoses}
+            self.diagnoses += [diagnosis for diagnosis in inherited if diagnosis.attempt not in known]
+            self.diagnoses.sort(key=lambda diagnosis: diagnosis.attempt)
         while True:
-            if self.verdict is not None:
-                await self._conclude(self.verdict)
+            if self.diagnosis is not None:
+                await self._conclude(self.diagnosis)
             await self._wait_before_next()
             record = await self._start_next()
             if record is None:
@@ -239,34 +241,35 @@ class _Orchestrator:
     async def _try_to_lead(self, *, unless_stopped_after: int) -> bool:
         return await asyncio.to_thread(self.lease.take, unless_stopped_after=unless_stopped_after)
 
-    async def _conclude(self, verdict: Verdict) -> None:
+    async def _conclude(self, diagnosis: Diagnosis) -> None:
         """Record and count the end of `last_ended`, unless an earlier leader has; JobFailed if it was the last one."""
         attempts, number = self.claim.attempts, self.last_ended
-        verdict = without_machine(verdict, [earlier for earlier in self.verdicts if earlier.attempt != number])
+        diagnosis = without_machine(diagnosis, [earlier for earlier in self.diagnoses if earlier.attempt != number])
         is_new = False
-        if number not in {counted.attempt for counted in self.verdicts}:
-            recorded = await _verdict_to_record(self.claim, verdict, attempt=number, before=self.newest_step)
-            is_new = await asyncio.to_thread(attempts.index.record_verdict, attempts.run, recorded)
-            self.verdicts.append(recorded)
-        decision = self.policy.decide(self.verdicts)
-        self.newest_step = max(self.newest_step, self.verdicts[-1].after)
-        self.verdict = None
+        if number not in {counted.attempt for counted in self.diagnoses}:
+            recorded = await _diagnosis_to_record(self.claim, diagnosis, attempt=number, before=self.newest_step)
+            is_new = await asyncio.to_thread(attempts.index.record_diagnosis, attempts.run, recorded)
+            self.diagnoses.append(recorded)
+        decision = self.policy.decide(self.diagnoses)
+        self.newest_step = max(self.newest_step, self.diagnoses[-1].after)
+        self.diagnosis = None
         if is_new:
-            facts = {"verdict": verdict.code, "why": str(verdict)[:_LONGEST_WHY], "again": decision.wait is not None}
+            why = str(diagnosis)[:_LONGEST_WHY]
+            facts = {"outcome": diagnosis.code, "why": why, "again": decision.wait is not None}
             emit_milestone("attempt.ended", attempts.run, attempts.index.root.address(), attempt=number, **facts)
         if decision.wait is None:
             if decision.why:
                 emit(Note(what=decision.why, severity="error"))
             await asyncio.to_thread(self.lease.release, stopped=number)
-            raise JobFailed(str(verdict), fault=verdict.fault)
-        warn(f"attempt {number} ended: {verdict}")
-        if verdict.fault is FailureClass.PREEMPTED:
+            raise JobFailed(str(diagnosis), fault=diagnosis.fault)
+        warn(f"attempt {number} ended: {diagnosis}")
+        if diagnosis.fault is FailureClass.PREEMPTED:
             await show_state("Preempted")
 
     async def _wait_before_next(self) -> None:
         """Wait as the restart policy says, unless another orchestrator has started the next attempt already."""
         attempts = self.claim.attempts
-        decision = self.policy.decide(self.verdicts)
+        decision = self.policy.decide(self.diagnoses)
         if not decision.wait:
             return
         newest = await asyncio.to_thread(attempts.index.last, attempts.run)
@@ -293,11 +296,11 @@ class _Orchestrator:
         return record
 
     async def _await(self, record: AttemptRecord) -> bool:
-        """Return whether the attempt ends well; otherwise `last_ended` and `verdict` have its end."""
-        verdict = await await_job(opaque(self.claim), record, self.on_row, opaque(self.lease))
-        if verdict is None:
+        """Return whether the attempt ends well; otherwise `last_ended` and `diagnosis` have its end."""
+        diagnosis = await await_job(opaque(self.claim), record, self.on_row, opaque(self.lease))
+        if diagnosis is None:
             return True
-        self.last_ended, self.verdict = record.attempt, verdict
+        self.last_ended, self.diagnosis = record.attempt, diagnosis
         return False
 
     @property
@@ -305,37 +308,37 @@ class _Orchestrator:
         return str(self.lease.holder or "another process")
 
 
-async def _verdict_to_record(claim: Claim, verdict: Verdict, *, attempt: int, before: int) -> AttemptVerdict:
-    return AttemptVerdict(
+async def _diagnosis_to_record(claim: Claim, diagnosis: Diagnosis, *, attempt: int, before: int) -> AttemptDiagnosis:
+    return AttemptDiagnosis(
         attempt=attempt,
-        code=verdict.code,
-        fault=verdict.fault,
-        node=verdict.node,
-        rank=verdict.rank,
-        host=verdict.host,
-        clear=verdict.clear,
+        code=diagnosis.code,
+        fault=diagnosis.fault,
+        node=diagnosis.node,
+        rank=diagnosis.rank,
+        host=diagnosis.host,
+        clear=diagnosis.clear,
         before=before,
         after=await asyncio.to_thread(claim.progress),
-        machine=verdict.machine,
-        step=verdict.step,
+        machine=diagnosis.machine,
+        step=diagnosis.step,
         flow_run=claim.orchestrator,
-        evidence=verdict.lines,
-        action=verdict.action,
-        advice=ADVICE[verdict.fault],
+        evidence=diagnosis.lines,
+        action=diagnosis.action,
+        advice=ADVICE[diagnosis.fault],
     )
 
 
 def _nodes_to_exclude(claim: Claim) -> tuple[str, ...]:
     """Return the machines that the next attempt avoids, and report those that it should avoid."""
-    verdicts = claim.attempts.index.verdicts(claim.attempts.run)
-    machines = claim.nodes_to_exclude(verdicts)
+    diagnoses = claim.attempts.index.diagnoses(claim.attempts.run)
+    machines = claim.nodes_to_exclude(diagnoses)
     if not machines:
         return ()
-    most, fix = claim.platform.max_excluded_nodes(claim.make_job(verdicts[-1].attempt + 1))
+    most, fix = claim.platform.max_excluded_nodes(claim.make_job(diagnoses[-1].attempt + 1))
     excluded = machines if most is None else machines[:most]
-    reported = claim.nodes_to_exclude(verdicts[:-1])
+    reported = claim.nodes_to_exclude(diagnoses[:-1])
     for machine in machines:
-        numbers = ", ".join(str(verdict.attempt) for verdict in verdicts if verdict.machine == machine)
+        numbers = ", ".join(str(diagnosis.attempt) for diagnosis in diagnoses if diagnosis.machine == machine)
         blame = f"the machine {machine} is to blame for the ends of attempts {numbers}"
         if machine in excluded:
             warn(f"{blame}; the next attempt avoids it")
@@ -393,7 +396,7 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
             # The attempt is over, so that `status` shows the reason, and no time is booked on it.
             refused = JobStatus(state=JobState.FAILED, native=f"refused: {one_line(error)}")
             await asyncio.to_thread(claim.attempts.index.record_end, record, refused)
-            emit_milestone("attempt.ended", job.name, job.root, attempt=job.attempt, verdict="refused", again=False)
+            emit_milestone("attempt.ended", job.name, job.root, attempt=job.attempt, outcome="refused", again=False)
         raise
     emit_milestone("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
     emit(Note(what=f"submitted {record.job_name} on {platform.name}: {size}"))
@@ -407,7 +410,9 @@ def _emit_job_changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> N
 
 
 @step_task("await-job", run_name="run attempt {record.attempt}", retry=False)
-async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease) -> Verdict | None:
+async def await_job(
+    claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease
+) -> Diagnosis | None:
     """Follow the attempt to its end; return None if it ended well, and its diagnosis otherwise.
 
     Raises JobCancelled if somebody stopped it, JobRefused if its platform does not run it, and PlatformUnreachable if
@@ -456,7 +461,7 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
     _emit_job_changed(claim, record, "ended")
     if lease.is_held and (refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}):
         end = status.state if refused is None else "refused"
-        emit_milestone("attempt.ended", record.run, root, attempt=record.attempt, verdict=end, again=False)
+        emit_milestone("attempt.ended", record.run, root, attempt=record.attempt, outcome=end, again=False)
     if refused is not None:
         raise refused
     if status.state is JobState.SUCCEEDED:
@@ -470,9 +475,9 @@ async def await_job(claim: Claim, record: AttemptRecord, on_row: Callable[[Row],
     bad = Unreadable("nodes' reports")
     reports = await asyncio.to_thread(node_reports, open_storage(record.directory), bad)
     report_unreadable(bad)
-    verdict = diagnose(status, reports, router.tail, logs=record.directory, nodes=record.nodes)
-    await show_verdict(verdict, attempt=record.job_name)
-    return verdict
+    diagnosis = diagnose(status, reports, router.tail, logs=record.directory, nodes=record.nodes)
+    await show_diagnosis(diagnosis, attempt=record.job_name)
+    return diagnosis
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
 from launcher.reports.goodput import Ledger
-from launcher.runs.diagnosis import ADVICE, Verdict
+from launcher.runs.diagnosis import ADVICE, Diagnosis
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.data.preparation import Preparation
 from litgpt_demo.export import FinalManifest, usage
@@ -330,16 +330,16 @@ def _fenced(text: str, language: str = "text") -> str:
     return f"{fence}{language}\n{printable(text)}\n{fence}"
 
 
-def verdict_markdown(verdict: Verdict) -> str:
+def diagnosis_markdown(diagnosis: Diagnosis) -> str:
     """Why an attempt ended, for a page in Prefect. What a node wrote stays text."""
     rows = [
-        (verdict.code, f"{verdict.fault}{verdict.culprit}"),
-        ("machine", verdict.host or NOTHING),
-        ("what follows", verdict.action),
-        ("what to do", ADVICE[verdict.fault]),
-        ("logs", verdict.logs),
+        (diagnosis.code, f"{diagnosis.fault}{diagnosis.culprit}"),
+        ("machine", diagnosis.host or NOTHING),
+        ("what follows", diagnosis.action),
+        ("what to do", ADVICE[diagnosis.fault]),
+        ("logs", diagnosis.logs),
     ]
-    return "\n\n".join([_markdown_table(("verdict", ""), rows), _fenced("\n".join(verdict.lines))])
+    return "\n\n".join([_markdown_table(("diagnosis", ""), rows), _fenced("\n".join(diagnosis.lines))])
 
 
 def html(report: RunReport) -> str:

@@ -55,7 +55,7 @@ class Outcome:
     link: str = ""
     """The address of the run's report."""
     ended: str = ""
-    """Why there is no model: the verdict, or where the trial was pruned."""
+    """Why there is no model: the diagnosis, or where the trial was pruned."""
 
     @property
     def score(self) -> float | None:
@@ -152,7 +152,7 @@ def _row(outcome: Outcome) -> dict[str, Any]:
         "cost": "" if usd is None else f"${usd:,.2f}",
         "duration": duration_text(outcome.seconds) if outcome.seconds else "",
         "run": outcome.run,
-        "ended": shorten(outcome.ended.partition("\n")[0], 90, placeholder=" …"),  # the run's verdict has all of it
+        "ended": shorten(outcome.ended.partition("\n")[0], 90, placeholder=" …"),  # the run's diagnosis has all of it
     }
 
 

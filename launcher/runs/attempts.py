@@ -27,9 +27,9 @@ from launcher.runs.code import CodeArchive
 from launcher.runs.index import (
     FIX,
     INDEX,
+    AttemptDiagnosis,
     AttemptEnd,
     AttemptRecord,
-    AttemptVerdict,
     DamagedRecords,
     Index,
     this_machine,
@@ -285,14 +285,14 @@ class Claim:
         for record in attempts.records():
             if record.attempt == number:
                 return self.job_of(record)
-        exclude = self.nodes_to_exclude(attempts.index.verdicts(attempts.run))
+        exclude = self.nodes_to_exclude(attempts.index.diagnoses(attempts.run))
         return replace(self.make_job(number), exclude_nodes=exclude)
 
-    def nodes_to_exclude(self, verdicts: Sequence[AttemptVerdict]) -> tuple[str, ...]:
-        """Return the machines that enough of these verdicts blame."""
+    def nodes_to_exclude(self, diagnoses: Sequence[AttemptDiagnosis]) -> tuple[str, ...]:
+        """Return the machines that enough of these diagnoses blame."""
         config = self.config
         restarts = config.train.restart_policy if isinstance(config, RunConfig) else config.restart_policy
-        return nodes_to_exclude(verdicts, times=restarts.exclude_machine_after)
+        return nodes_to_exclude(diagnoses, times=restarts.exclude_machine_after)
 
     def should_reattach(self, last: Attempt) -> bool:
         """Return whether the claim continues the last attempt instead of starting one.

@@ -51,7 +51,7 @@ ADVICE: Mapping[FailureClass, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """The reason why an attempt ended."""
 
     fault: FailureClass
@@ -147,7 +147,7 @@ class Role(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RootCauseCandidate(Verdict):
+class RootCauseCandidate(Diagnosis):
     node: int
     role: Role = Role.CAUSE
     ended: float = -math.inf
@@ -170,8 +170,8 @@ class RootCauseCandidate(Verdict):
 
 def diagnose(
     status: JobStatus, reports: Iterable[NodeReport], tail: Iterable[LogLine], *, logs: str, nodes: int | None = None
-) -> Verdict:
-    """Return the verdict on an attempt that failed.
+) -> Diagnosis:
+    """Return the diagnosis of an attempt that failed.
 
     Args:
         reports: `node_reports` of the attempt; killed nodes left none.
@@ -222,8 +222,8 @@ def diagnose(
     return replace(cause, clear=is_clear, host=host, evidence=Cleaner()(cause.evidence), logs=logs)
 
 
-def _without_traces(status: JobStatus, tail: Iterable[LogLine], logs: str) -> Verdict:
-    """Return the verdict on an attempt of which no node is known to have failed: by the platform and the last lines."""
+def _without_traces(status: JobStatus, tail: Iterable[LogLine], logs: str) -> Diagnosis:
+    """Return the diagnosis by the platform and the last lines, where no node is known to have failed."""
     fault = fault_of_exception(status.native)
     if fault is FailureClass.UNKNOWN:  # most probably its machine died
         fault = FailureClass.NODE
@@ -231,7 +231,7 @@ def _without_traces(status: JobStatus, tail: Iterable[LogLine], logs: str) -> Ve
     evidence = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
     if lines:
         evidence = "\n".join([f"{status.native}; last lines:", *lines])
-    return Verdict(fault=fault, evidence=Cleaner()(evidence), logs=logs)
+    return Diagnosis(fault=fault, evidence=Cleaner()(evidence), logs=logs)
 
 
 # The classes that a kernel's report of broken hardware, or of a process killed for memory, explains better.

@@ -9,7 +9,7 @@ index/<name>/cancel-<token>.json                 a request to cancel the run or 
 index/flow-runs/<flow run>/<run>/<attempt>.json  a Prefect flow run that has started this attempt, or reattached to it
 
 All are small. Each but the position is created once (Storage.create), so that two writers never overwrite each other.
-So is the verdict on an attempt that ended badly, runs/<run>/attempts/<attempt>/verdict.json.
+So is the diagnosis of an attempt that ended badly, runs/<run>/attempts/<attempt>/diagnosis.json.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
 FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
 
 _END_FIX = "remove that file; the attempt's end is then queried from its platform"
-_VERDICT_FIX = "remove that file; its attempt is then not counted"
+_DIAGNOSIS_FIX = "remove that file; its attempt is then not counted"
 
 T = TypeVar("T")
 AttemptId: TypeAlias = tuple[str, int]
@@ -94,7 +94,7 @@ class AttemptRecord(Settings):
     root: str = Field("", exclude=True)
     """The root's address when the attempt was submitted; not stored by itself."""
     exclude_nodes: tuple[MachineName, ...] = Field((), max_length=MOST_EXCLUDED)
-    """The machines that it avoids, because the verdicts on earlier attempts blame them."""
+    """The machines that it avoids, because the diagnoses of earlier attempts blame them."""
     code: str | None = None
     """Address of the archive of the user's own code, named by its sha256; None if the image has all code."""
     flow_run: str | None = None
@@ -133,8 +133,8 @@ class AttemptEnd(Settings):
         return JobStatus(state=self.state, native=self.native)
 
 
-class AttemptVerdict(Settings):
-    """verdict.json of an attempt that ended badly: the leader's diagnosis, and what the restart budget counts."""
+class AttemptDiagnosis(Settings):
+    """diagnosis.json of an attempt that ended badly: the leader's diagnosis, and what the restart budget counts."""
 
     format: Literal[1] = 1
     attempt: int
@@ -243,20 +243,20 @@ class Index:
         ends = self._read_all(self._end, attempts)
         return {number: end for (_, number), end in zip(attempts, ends, strict=True)}
 
-    def record_verdict(self, run: str, verdict: AttemptVerdict) -> bool:
+    def record_diagnosis(self, run: str, diagnosis: AttemptDiagnosis) -> bool:
         """Store why an attempt ended badly, unless another orchestrator has; return whether this call has stored it."""
-        return self.root.create(_verdict_path(run, verdict.attempt), _content(verdict))
+        return self.root.create(_diagnosis_path(run, diagnosis.attempt), _content(diagnosis))
 
-    def verdicts_of_flow_run(self, run: str, flow_run: str | None) -> list[AttemptVerdict]:
-        """Return the verdicts on a run's attempts under this flow run, oldest first."""
+    def diagnoses_of_flow_run(self, run: str, flow_run: str | None) -> list[AttemptDiagnosis]:
+        """Return the diagnoses of a run's attempts under this flow run, oldest first."""
         if not flow_run:
             return []
-        return [verdict for verdict in self.verdicts(run) if verdict.flow_run == flow_run]
+        return [diagnosis for diagnosis in self.diagnoses(run) if diagnosis.flow_run == flow_run]
 
-    def verdicts(self, run: str) -> list[AttemptVerdict]:
-        """Return the verdicts on all attempts of a run that ended badly, oldest first."""
-        verdicts = self._read_all(self._verdict, self._attempts_of(run, ".json"))
-        return [verdict for verdict in verdicts if verdict is not None]
+    def diagnoses(self, run: str) -> list[AttemptDiagnosis]:
+        """Return the diagnoses of all attempts of a run that ended badly, oldest first."""
+        diagnoses = self._read_all(self._diagnosis, self._attempts_of(run, ".json"))
+        return [diagnosis for diagnosis in diagnoses if diagnosis is not None]
 
     def save_log_position(self, record: AttemptRecord, position: str) -> None:
         """Store the position in an attempt's log up to which its lines are logged (LogPage)."""
@@ -332,16 +332,16 @@ class Index:
         run, number = attempt
         return self._read(AttemptEnd, f"{run}/{number}.ended.json", fix=_END_FIX)
 
-    def _verdict(self, attempt: AttemptId) -> AttemptVerdict | None:
-        path = _verdict_path(*attempt)
+    def _diagnosis(self, attempt: AttemptId) -> AttemptDiagnosis | None:
+        path = _diagnosis_path(*attempt)
         try:
             content = self.root.read(path, most=_MOST_RECORD)
         except FileNotFoundError:
             return None
-        verdict = parse_json(content, AttemptVerdict, where=self.root.address(path), fix=_VERDICT_FIX)
-        if verdict.attempt != attempt[1]:
-            raise DataError(f"{self.root.address(path)} is of attempt {verdict.attempt}", fix=_VERDICT_FIX)
-        return verdict
+        diagnosis = parse_json(content, AttemptDiagnosis, where=self.root.address(path), fix=_DIAGNOSIS_FIX)
+        if diagnosis.attempt != attempt[1]:
+            raise DataError(f"{self.root.address(path)} is of attempt {diagnosis.attempt}", fix=_DIAGNOSIS_FIX)
+        return diagnosis
 
     def _record(self, attempt: AttemptId) -> AttemptRecord:
         run, number = attempt
@@ -394,8 +394,8 @@ def _has_name(attempt: AttemptId, name: str) -> bool:
     return attempt[0].rpartition("-")[0] == name
 
 
-def _verdict_path(run: str, attempt: int) -> str:
-    return f"runs/{run}/{ATTEMPTS}/{attempt}/verdict.json"
+def _diagnosis_path(run: str, attempt: int) -> str:
+    return f"runs/{run}/{ATTEMPTS}/{attempt}/diagnosis.json"
 
 
 def _content(value: Settings) -> bytes:

@@ -5,7 +5,7 @@ index/<run>/lease/<term>.beat            a number that the holder raises every o
 index/<run>/lease/<term>.released.json   the holder has released it, and the attempt after which it stopped for good
 
 `Index.create` guarantees that an attempt starts once, with or without the lease: an orchestrator that was suspended
-past its term can only follow. The lease decides who records verdicts, whose count of restarts holds, and who collects.
+past its term can only follow. The lease decides who records diagnoses, whose count of restarts holds, and who collects.
 
 No clock is compared with another machine's. A holder is dead when its number has not changed for LEASE_TIMEOUT seconds
 of the observer's own monotonic clock, so that a clock that jumps by an hour changes nothing.

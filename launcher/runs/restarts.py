@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
-from launcher.runs.diagnosis import ADVICE, Verdict
-from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
+from launcher.runs.diagnosis import ADVICE, Diagnosis
+from launcher.runs.index import MOST_EXCLUDED, AttemptDiagnosis
 from litgpt_demo.config import RestartRule, RestartSettings
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
 
@@ -22,13 +22,13 @@ _JITTER = 0.25
 """The largest random share of a wait that is left out, so that jobs that ended together do not return together."""
 
 _HELPS: Mapping[FailureClass, str] = {
-    FailureClass.NODE: "have the machines repaired that attempts/<n>/verdict.json names, and run again",
+    FailureClass.NODE: "have the machines repaired that attempts/<n>/diagnosis.json names, and run again",
     FailureClass.NETWORK: "measure the network (flow benchmark-network), repair slow or lost links, and run again",
     FailureClass.HANG: "the stacks in the attempts' folders name the hung rank; raise train.hang_timeout if it is slow",
     FailureClass.PREEMPTED: "save more often (train.checkpoint_every) or raise platform.grace_period; "
     "every preemption of a script counts, because its checkpoints are unknown",
 }
-"""The advice when a budget is used up; for the other classes it is that of the verdict."""
+"""The advice when a budget is used up; for the other classes it is that of the diagnosis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Decision:
     wait: float | None = None
     """Seconds before the next attempt; None if none follows."""
     why: str = ""
-    """The reason for the wait; if no attempt follows, only what the verdict does not say."""
+    """The reason for the wait; if no attempt follows, only what the diagnosis does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class RestartPolicy:
             return rule
         return rule.model_copy(update={"attempts": self.max_restarts})
 
-    def decide(self, verdicts: Sequence[AttemptVerdict]) -> Decision:
+    def decide(self, diagnoses: Sequence[AttemptDiagnosis]) -> Decision:
         """Return what follows the last of these failed attempts, which are in order, oldest first.
 
         A person has started an attempt that follows the end of the budget: it begins a new count.
@@ -65,20 +65,20 @@ class RestartPolicy:
         decision = Decision(wait=0.0)
         spent = Counter[FailureClass]()
         attempts_without_progress = 0
-        for verdict in verdicts:
+        for diagnosis in diagnoses:
             if decision.wait is None:
                 spent.clear()
                 attempts_without_progress = 0
-            if verdict.progressed:
+            if diagnosis.progressed:
                 attempts_without_progress = 0
                 for fault in [*spent]:
                     if self._resets_on_progress(fault):
                         del spent[fault]
             else:
                 attempts_without_progress += 1
-            if not verdict.progressed or not self._resets_on_progress(verdict.fault):
-                spent[verdict.fault] += 1
-            decision = self._decision_after(verdict, spent[verdict.fault], attempts_without_progress)
+            if not diagnosis.progressed or not self._resets_on_progress(diagnosis.fault):
+                spent[diagnosis.fault] += 1
+            decision = self._decision_after(diagnosis, spent[diagnosis.fault], attempts_without_progress)
         return decision
 
     def _resets_on_progress(self, fault: FailureClass) -> bool:
@@ -88,13 +88,13 @@ class RestartPolicy:
             return False
         return bool(rule.attempts) or (fault is FailureClass.PREEMPTED and self.settings.preempted.attempts is None)
 
-    def _decision_after(self, last: AttemptVerdict, spent: int, attempts_without_progress: int) -> Decision:
+    def _decision_after(self, last: AttemptDiagnosis, spent: int, attempts_without_progress: int) -> Decision:
         fault, rule = last.fault, self.rule(last.fault)
         if rule is None:
             return Decision()
         if spent > (rule.attempts or 0):
             if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
-                return Decision()  # the class has no budget by default, and its verdict has the advice
+                return Decision()  # the class has no budget by default, and its diagnosis has the advice
             ended = f"{spent} attempts ended so"
             if rule.reset_on_progress:
                 ended += " without a new checkpoint"
@@ -132,14 +132,14 @@ def _setting(fault: FailureClass) -> str:
     return fault.value.replace(" ", "_")
 
 
-def without_machine(verdict: Verdict, earlier: Sequence[AttemptVerdict]) -> Verdict:
-    """Return the verdict, as a user error if a GPU of another machine has stopped at the same step.
+def without_machine(diagnosis: Diagnosis, earlier: Sequence[AttemptDiagnosis]) -> Diagnosis:
+    """Return the diagnosis, as a user error if a GPU of another machine has stopped at the same step.
 
     A kernel's error is reported up to a step after the kernel, so that adjacent steps count as the same one.
     """
-    step, machine = verdict.step, verdict.machine
+    step, machine = diagnosis.step, diagnosis.machine
     if step is None or not machine:
-        return verdict
+        return diagnosis
     for before in earlier:
         if before.step is None or before.machine in {"", machine} or abs(before.step - step) > 1:
             continue
@@ -147,15 +147,15 @@ def without_machine(verdict: Verdict, earlier: Sequence[AttemptVerdict]) -> Verd
             f"attempt {before.attempt} ended so at step {before.step} on the machine {before.machine}, and this "
             f"one at step {step} on {machine}: the program is the cause, not a machine"
         )
-        return replace(verdict, fault=FailureClass.USER, evidence=f"{verdict.evidence}\n    {why}")
-    return verdict
+        return replace(diagnosis, fault=FailureClass.USER, evidence=f"{diagnosis.evidence}\n    {why}")
+    return diagnosis
 
 
-def nodes_to_exclude(verdicts: Sequence[AttemptVerdict], *, times: int) -> tuple[str, ...]:
+def nodes_to_exclude(diagnoses: Sequence[AttemptDiagnosis], *, times: int) -> tuple[str, ...]:
     """Return the machines that at least `times` attempts blame, in the order in which they did; none for 0 times."""
     counts, excluded = Counter[str](), list[str]()
-    for verdict in verdicts:
-        counts[verdict.machine] += 1
-        if verdict.machine and counts[verdict.machine] == times:
-            excluded.append(verdict.machine)
+    for diagnosis in diagnoses:
+        counts[diagnosis.machine] += 1
+        if diagnosis.machine and counts[diagnosis.machine] == times:
+            excluded.append(diagnosis.machine)
     return tuple(excluded[:MOST_EXCLUDED])

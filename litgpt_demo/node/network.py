@@ -36,7 +36,7 @@ def within(found: str, ranges: Collection[str]) -> bool:
 
 
 class NcclFit(StrEnum):
-    """The verdict on an NCCL for a network's plug-in."""
+    """The fit of an NCCL to a network's plug-in."""
 
     QUALIFIED = "qualified"
     UNSTATED = "not stated"
@@ -114,7 +114,7 @@ class NodeNetwork(Settings):
         return self.nccl_net not in {None, "IB", "Socket"}
 
     def nccl_fit(self, version: str) -> NcclFit:
-        """Return the verdict on an NCCL of this version."""
+        """Return how this version of NCCL fits."""
         if self.nccl_fails and within(version, self.nccl_fails):
             return NcclFit.FAILS
         if not (self.plugged_in and self.nccl_versions):

@@ -20,7 +20,7 @@ FORMAT = 2
 INDEX = ".metadata"
 """The file that says where everything is in the others; torch.distributed.checkpoint gives it that name."""
 
-_ALL, _QUARANTINE = "checkpoints", "set-aside"
+_ALL, _QUARANTINE = "checkpoints", "quarantine"
 _STEP = re.compile(r"step-\d{8,}")
 
 

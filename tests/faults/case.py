@@ -1,4 +1,4 @@
-"""The failures that the verdict is scored on, one a line of tests/faults/cases.jsonl, and their judgement."""
+"""The failures that the diagnosis is scored on, one a line of tests/faults/cases.jsonl, and their judgement."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, JsonValue
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import Verdict, diagnose
+from launcher.runs.diagnosis import Diagnosis, diagnose
 from litgpt_demo.errors import FailureClass
 from litgpt_demo.runs import node_reports
 from litgpt_demo.storage import open_storage
@@ -37,7 +37,7 @@ class Case(BaseModel, extra="forbid"):
     source: str
     """What was done, `[DISTURBANCE[:NODE]] PROGRAM ARGUMENTS`, or the address of the text."""
     held_out: bool
-    """True if it was made after the rules of the verdict were fixed, and changed none of them."""
+    """True if it was made after the rules of the diagnosis were fixed, and changed none of them."""
     nodes: int
     processes: int
     fault: FailureClass
@@ -64,8 +64,8 @@ def cases() -> Iterator[Case]:
     yield from map(Case.model_validate_json, CASES.read_text().splitlines())
 
 
-def judged(case: Case) -> Verdict:
-    """Return the product's verdict on a case, from the files that its nodes left."""
+def judged(case: Case) -> Diagnosis:
+    """Return the product's diagnosis of a case, from the files that its nodes left."""
     with TemporaryDirectory() as folder:
         for name, content in case.reports.items():
             (Path(folder) / name).write_text(json.dumps(content))

@@ -99,7 +99,7 @@ def test_prefect_has_states_and_milestone_events_of_a_run(trained: Any) -> None:
         "run.started", "checkpoint.committed", "checkpoint.committed", "attempt.ended", "run.finished"
     ]  # fmt: skip
     started, first, last, ended, finished = (payload for _, payload, _ in events)
-    assert (started, ended["verdict"], ended["again"]) == ({"attempt": 1, "platform": "local"}, "succeeded", False)
+    assert (started, ended["outcome"], ended["again"]) == ({"attempt": 1, "platform": "local"}, "succeeded", False)
     assert ((first["step"], last["step"]), finished["step"]) == ((4, 8), 8)
     assert 0 < last["loss"] < first["loss"]
     related = {entry["prefect.resource.id"] for *_, resources in events[:1] for entry in resources}

@@ -15,7 +15,7 @@ from waiting import until
 
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed
-from launcher.runs.diagnosis import Verdict
+from launcher.runs.diagnosis import Diagnosis
 from launcher.runs.run import plan_run
 from litgpt_demo.errors import FailureClass, Finding
 from litgpt_demo.runs import METRICS, REPORT
@@ -35,13 +35,13 @@ def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monk
     monkeypatch.setattr(report.artifacts, "acreate_progress_artifact", never)
     monkeypatch.setattr(report.artifacts, "acreate_markdown_artifact", never)
     monkeypatch.setattr(report, "_ANSWER", 0.05)
-    verdict = Verdict(fault=FailureClass.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
+    diagnosis = Diagnosis(fault=FailureClass.NODE, node=0, rank=None, evidence="lost", logs="/attempts/1")
 
     @flow(name="scene")
     async def scene() -> None:
         async with LiveArtifacts("demo") as live:
             live.add({"kind": "step", "step": 1, "loss": 5.0})
-        await report.show_verdict(verdict, attempt="demo-a1")
+        await report.show_diagnosis(diagnosis, attempt="demo-a1")
 
     asyncio.run(scene())
 

@@ -59,7 +59,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "await_job", training.await_job.fn)
     monkeypatch.setattr(training, "opaque", lambda claim: claim)
     monkeypatch.setattr(training, "get_run_logger", lambda: logging.getLogger("job"))
-    monkeypatch.setattr(training, "show_verdict", at_once)
+    monkeypatch.setattr(training, "show_diagnosis", at_once)
     monkeypatch.setattr(training, "show_state", at_once)  # which would start a server of its own
     monkeypatch.setattr("tasks.training.LiveArtifacts.show", at_once)
     monkeypatch.setattr(training, "retry_until_reachable", partial(retry_until_reachable, pauses=(0.0, 0.0)))
@@ -145,10 +145,10 @@ def test_run_that_is_always_preempted_ends_after_its_restarts(tmp_path: Path) ->
     assert notes(events, "restarts.preempted allows 2 new ones")
 
 
-def test_user_error_ends_the_run_and_its_verdict_is_stored(tmp_path: Path) -> None:
+def test_user_error_ends_the_run_and_its_diagnosis_is_stored(tmp_path: Path) -> None:
     with pytest.raises(JobFailed, match="user error on node 0"):
         ended_well(tmp_path, Fated([WRONG, 0]), max_restarts=9)
-    stored = json.loads((tmp_path / "runs/demo/attempts/1/verdict.json").read_bytes())
+    stored = json.loads((tmp_path / "runs/demo/attempts/1/diagnosis.json").read_bytes())
     assert (stored["fault"], stored["code"], stored["node"]) == (FailureClass.USER, "attempt.user-error", 0)
     assert (stored["action"], stored["advice"]) == (Action.STOP, ADVICE[FailureClass.USER])
     assert stored["evidence"]
@@ -399,7 +399,7 @@ def test_two_orchestrators_share_one_count_of_restarts(tmp_path: Path, monkeypat
     with Listener(events.append):
         asyncio.run(two())
     assert len(platform.began) == 3, "the first attempt and two restarts, not two of each"
-    counted = [one.attempt for flow_run in ("one", "another") for one in index.verdicts_of_flow_run("demo", flow_run)]
+    counted = [one.attempt for flow_run in ("one", "another") for one in index.diagnoses_of_flow_run("demo", flow_run)]
     assert sorted(counted) == [1, 2, 3], "each end is judged once"
     assert len(notes(events, "no new attempt is left")) == 1
 
@@ -426,7 +426,7 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     assert asyncio.run(two()) == [2, 2]
     assert written == [2, 2], "each attempt has the config of its claimant"
     assert events.count("attempt.ended") == 2
-    assert [judged.flow_run for judged in index.verdicts("demo")] == ["leader"]
+    assert [judged.flow_run for judged in index.diagnoses("demo")] == ["leader"]
 
 
 @pytest.mark.parametrize("followed", [0, 1])
@@ -479,8 +479,8 @@ def test_removed_job_ended_as_the_leader_saw_it(tmp_path: Path, state: JobState)
     record = claim.reattach_or_create()
     claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
     with Lease(claim.attempts.index, "demo") as lease:
-        verdict = asyncio.run(training.await_job(claim, record, lambda row: None, lease))
-    assert "BackoffLimitExceeded" in str(verdict)
+        diagnosis = asyncio.run(training.await_job(claim, record, lambda row: None, lease))
+    assert "BackoffLimitExceeded" in str(diagnosis)
 
 
 def test_index_that_is_deleted_between_attempts_stops_no_run(tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_index_that_is_deleted_between_attempts_stops_no_run(tmp_path: Path) -> 
     assert ended_well(tmp_path, Deleting([BROKEN, 0]), max_restarts=1) == 2
 
 
-def test_verdict_counts_the_nodes_of_the_submitted_attempt(tmp_path: Path) -> None:
+def test_diagnosis_counts_the_nodes_of_the_submitted_attempt(tmp_path: Path) -> None:
     class Ended(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[FailureClass.NETWORK]))
@@ -505,8 +505,8 @@ def test_verdict_counts_the_nodes_of_the_submitted_attempt(tmp_path: Path) -> No
         claim, config=claim_on(claim.platform, tmp_path, "demo", platform={"kind": "local", "nodes": 4}).config
     )
     with Lease(claim.attempts.index, "demo") as lease:
-        verdict = asyncio.run(training.await_job(more, record, lambda row: None, lease))
-    assert (verdict.fault, verdict.node) == (FailureClass.NETWORK, 0), "nodes 2 and 3 never existed"
+        diagnosis = asyncio.run(training.await_job(more, record, lambda row: None, lease))
+    assert (diagnosis.fault, diagnosis.node) == (FailureClass.NETWORK, 0), "nodes 2 and 3 never existed"
 
 
 def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_metrics_are_reported_once_and_change_no_verdict(tmp_path: Path) -> None:
+def test_hostile_metrics_are_reported_once_and_change_no_diagnosis(tmp_path: Path) -> None:
     class Hostile(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             self.start(job_id)
@@ -594,8 +594,8 @@ def test_secret_in_an_error_or_a_log_is_in_no_event_log_or_file(
     events: list[Event] = []
     with caplog.at_level(logging.INFO), Listener(events.append), pytest.raises(JobFailed) as failure:
         ended_well(tmp_path, Leaking([BROKEN]))
-    verdict = (tmp_path / "runs/demo/attempts/1/verdict.json").read_text()
-    everything = f"{failure.value} {events} {caplog.text} {verdict} {reached}"
+    diagnosis = (tmp_path / "runs/demo/attempts/1/diagnosis.json").read_text()
+    everything = f"{failure.value} {events} {caplog.text} {diagnosis} {reached}"
     assert "printed [secure]" in everything
     assert [secret for secret in ("known-secret", "of-the-node") if secret in everything] == []
 

@@ -168,7 +168,7 @@ def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
     terms = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {}).get("nodeSelectorTerms", ())
     excluded = [value for term in terms for rule in term["matchExpressions"] for value in rule["values"]]
     if labels.get("kubernetes.io/hostname") in excluded:
-        return "excluded by platform.exclude_nodes or the run's own verdicts"
+        return "excluded by platform.exclude_nodes or the run's own diagnoses"
     if spec.get("unschedulable"):
         return "cordoned off"
     if condition(node, "Ready") is None:

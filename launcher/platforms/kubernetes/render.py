@@ -271,7 +271,7 @@ def _environment(
     def add(name: str, value: str, why: str, **more: Any) -> None:
         own.append(Entry(name=name, value=value, origin="platform", why=why, **more))
 
-    add("LITGPT_HOST", "", "machine that this node is, for verdicts and exclusions", field="spec.nodeName")
+    add("LITGPT_HOST", "", "machine that this node is, for diagnoses and exclusions", field="spec.nodeName")
     why = "one per life of the job: no node of the last one can join (pytorch#116974)"
     if workload == "jobset":
         restart = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"

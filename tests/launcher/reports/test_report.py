@@ -18,8 +18,8 @@ from launcher.formatting import readable
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import LogLine
 from launcher.reports.goodput import AttemptTimes, ledger
-from launcher.reports.report import RunReport, figures, html, live_markdown, markdown, outcome, verdict_markdown
-from launcher.runs.diagnosis import Verdict
+from launcher.reports.report import RunReport, diagnosis_markdown, figures, html, live_markdown, markdown, outcome
+from launcher.runs.diagnosis import Diagnosis
 from launcher.runs.index import AttemptRecord
 from launcher.runs.run import trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest, Split
@@ -156,8 +156,8 @@ def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
     assert block[block.index(f"\n{fence[1]}\n") :].startswith(f"\n{fence[1]}\n\n### Use it"), "no sample ends its block"
 
 
-def test_a_verdict_is_a_page_whatever_a_node_wrote() -> None:
-    verdict = Verdict(
+def test_diagnosis_is_a_page_whatever_a_node_wrote() -> None:
+    diagnosis = Diagnosis(
         fault=FailureClass.HANG,
         node=1,
         rank=3,
@@ -165,7 +165,7 @@ def test_a_verdict_is_a_page_whatever_a_node_wrote() -> None:
         logs="/runs/1",
         host="a|b",
     )
-    text = verdict_markdown(verdict)
+    text = diagnosis_markdown(diagnosis)
     assert "| attempt.hang | hang on node 1, rank 3 |" in text
     assert r"| machine | a\|b |" in text
     assert text.endswith("````text\nHung: ```\n<script>alert(1)</script>\n````")

@@ -1,4 +1,4 @@
-"""The verdict on a failure: its class, the node and rank that caused it, on what evidence, and what follows.
+"""The diagnosis of a failure: its class, the node and rank that caused it, on what evidence, and what follows.
 
 tests/faults scores it on recorded failures; here are the rules, one at a time.
 """
@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job import JobState, JobStatus, LogLine
-from launcher.runs.diagnosis import Action, Verdict, diagnose
+from launcher.runs.diagnosis import Action, Diagnosis, diagnose
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import EXIT_CODES, JOB_FAILURE_CLASSES, FailureClass
 from litgpt_demo.runs import NodeReport, node_reports
@@ -51,22 +51,22 @@ def hung(node: int, *, silent: float, **more: Any) -> NodeReport:
     return report(node, FailureClass.HANG, rank(node, f"Hung: rank {node}", time=NOON - silent, **more))
 
 
-def verdict(*reports: NodeReport, status: JobStatus | None = None) -> Verdict:
-    """The verdict on these reports, which is the same in any order."""
+def diagnosis(*reports: NodeReport, status: JobStatus | None = None) -> Diagnosis:
+    """The diagnosis of these reports, which is the same in any order."""
     found = {diagnose(status or failed(), some, (), logs="/runs/1") for some in permutations(reports)}
     assert len(found) == 1
     return found.pop()
 
 
 def culprit(*reports: NodeReport, status: JobStatus | None = None) -> tuple[Any, ...]:
-    found = verdict(*reports, status=status)
+    found = diagnosis(*reports, status=status)
     return found.fault, found.node, found.rank
 
 
 def test_a_victim_that_lost_its_peer_never_explains_the_peers_death() -> None:
     for fault in {*JOB_FAILURE_CLASSES} - {FailureClass.NETWORK}:
         did = report(1, fault, rank(1, "what really happened"), after=0.6)
-        found = verdict(lost(0, after=0.5), did, lost(2, after=0.4))
+        found = diagnosis(lost(0, after=0.5), did, lost(2, after=0.4))
         assert (found.fault, found.node, found.rank, found.evidence) == (fault, 1, 1, "what really happened")
     assert culprit(lost(0), lost(2))[0] is FailureClass.NETWORK
 
@@ -81,7 +81,7 @@ def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
 def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lost_it() -> None:
     """A preemption is not counted: the machine that kills its job would get one attempt after the other."""
     status = failed(node0=EXIT_CODES[FailureClass.NETWORK], node1=-9, node2=EXIT_CODES[FailureClass.PREEMPTED])
-    found = verdict(lost(0), report(2, FailureClass.PREEMPTED, after=6), status=status)
+    found = diagnosis(lost(0), report(2, FailureClass.PREEMPTED, after=6), status=status)
     assert (found.fault, found.node, found.rank) == (FailureClass.NODE, 1, None)
     assert found.evidence == "the node's process ended with signal 9"
     status = failed(node0=EXIT_CODES[FailureClass.PREEMPTED], node1=-9)
@@ -91,7 +91,7 @@ def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lo
 def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself() -> None:
     for expected in (FailureClass.PREEMPTED, FailureClass.NETWORK):
         status = replace(failed(node0=45, node1=42), evictions={1: "low on memory"})
-        found = verdict(report(0, FailureClass.PREEMPTED, after=6), report(1, expected, after=0.5), status=status)
+        found = diagnosis(report(0, FailureClass.PREEMPTED, after=6), report(1, expected, after=0.5), status=status)
         assert (found.fault, found.node, found.action) == (FailureClass.OUT_OF_MEMORY, 1, Action.STOP)
         assert found.evidence == "low on memory"
     both = replace(failed(node0=-9, node1=-9), evictions={1: "evicted by its kubelet"})
@@ -115,30 +115,30 @@ def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_
 
 def test_the_evidence_is_the_words_of_the_culprit_with_its_traceback_unless_the_error_is_our_own() -> None:
     lines = ["Traceback (most recent call last):", "litgpt_demo.errors.DiskFull: /d is full"]
-    found = verdict(report(0, FailureClass.DISK_FULL, rank(0, "DiskFull: /d is full", traceback=lines)))
+    found = diagnosis(report(0, FailureClass.DISK_FULL, rank(0, "DiskFull: /d is full", traceback=lines)))
     assert found.evidence == "DiskFull: /d is full"
     lines = ["Traceback (most recent call last):", '  File "mine.py", line 3', "ValueError: no"]
-    found = verdict(report(0, FailureClass.UNKNOWN, rank(0, "ValueError: no", traceback=lines)))
+    found = diagnosis(report(0, FailureClass.UNKNOWN, rank(0, "ValueError: no", traceback=lines)))
     assert found.evidence.splitlines() == ["ValueError: no", *(f"    {line}" for line in lines)]
     killed = report(1, FailureClass.NODE, rank(2, exit_code=-9), rank(3, LOST_PEER), message="killed by signal 9")
-    assert verdict(killed).evidence == "killed by signal 9", "the words of the peer that lost it are no evidence"
-    assert verdict(report(0, FailureClass.HANG)).evidence == "ended with exit code 46"
+    assert diagnosis(killed).evidence == "killed by signal 9", "the words of the peer that lost it are no evidence"
+    assert diagnosis(report(0, FailureClass.HANG)).evidence == "ended with exit code 46"
 
 
 def test_broken_hardware_explains_even_an_error_of_the_program() -> None:
     lost = {"source": "kernel", "text": "NVRM: Xid (PCI:0000:4e:00): 79, pid=2431, GPU has fallen off the bus."}
     error = rank(0, "IndexError: index 4096 is out of bounds", step=30)
-    found = verdict(report(0, FailureClass.USER, error, traces=[lost], host="gke-a"))
+    found = diagnosis(report(0, FailureClass.USER, error, traces=[lost], host="gke-a"))
     assert (found.fault, found.machine, found.step) == (FailureClass.NODE, "gke-a", None)
     by_program = lost | {"text": lost["text"].replace(" 79,", " 31,")}
-    assert verdict(report(0, FailureClass.USER, error, traces=[by_program])).fault is FailureClass.USER
+    assert diagnosis(report(0, FailureClass.USER, error, traces=[by_program])).fault is FailureClass.USER
 
 
 def test_a_gpu_that_stopped_says_at_which_step() -> None:
     error = rank(3, "torch.AcceleratorError: CUDA error: unspecified launch failure", step=417)
-    found = verdict(report(1, FailureClass.NODE, error, host="gke-b"), lost(0))
+    found = diagnosis(report(1, FailureClass.NODE, error, host="gke-b"), lost(0))
     assert (found.step, found.machine) == (417, "gke-b")
-    assert verdict(report(1, FailureClass.NODE, rank(3, "uncorrectable ECC error", step=417))).step is None
+    assert diagnosis(report(1, FailureClass.NODE, rank(3, "uncorrectable ECC error", step=417))).step is None
 
 
 def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_count() -> None:
@@ -156,12 +156,13 @@ def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_cou
         (137, FailureClass.UNKNOWN),
     ):
         assert culprit(status=failed(node4=code)) == (fault, 4, None)
-    assert verdict(status=replace(status, native="[Errno 28] No space left on device")).fault is FailureClass.DISK_FULL
+    full = replace(status, native="[Errno 28] No space left on device")
+    assert diagnosis(status=full).fault is FailureClass.DISK_FULL
 
 
-def test_a_verdict_has_bounded_evidence() -> None:
+def test_diagnosis_has_bounded_evidence() -> None:
     long = rank(0, "x" * 100_000, traceback=["y" * 100_000] * 1000)
-    found = verdict(report(1, FailureClass.HANG, long, host="gke-pool-1"))
+    found = diagnosis(report(1, FailureClass.HANG, long, host="gke-pool-1"))
     assert found.lines == ("x" * 1000, *["    " + "y" * 996] * 59)
 
 
@@ -185,8 +186,8 @@ def end_of(node: int, how: str) -> NodeReport | None:
     }.get(how)
 
 
-def judged(ends: Sequence[str], order: Sequence[int]) -> Verdict:
-    """The verdict where machine `m<i>` ended as `ends[i]` says, and was the node `order[i]`."""
+def judged(ends: Sequence[str], order: Sequence[int]) -> Diagnosis:
+    """The diagnosis where machine `m<i>` ended as `ends[i]` says, and was the node `order[i]`."""
     machines = {node: f"m{machine}" for machine, node in enumerate(order)}
     reports = [end_of(node, how) for node, how in zip(order, ends, strict=True)]
     shown = [entry.model_copy(update={"host": machines[entry.node]}) for entry in reports if entry is not None]
@@ -214,7 +215,7 @@ def test_the_one_machine_that_the_others_lost_is_to_blame() -> None:
         assert "machine: m1" in str(found)
     assert judged(["terminated", "killed", "terminated"], [0, 1, 2]).machine == "m1"
     for host in ("Workstation", "a b", "a" * 64, "{evil}"):  # what can be no label cannot be avoided
-        assert verdict(report(0, FailureClass.NODE, rank(0), host=host), status=failed(node0=43)).machine == ""
+        assert diagnosis(report(0, FailureClass.NODE, rank(0), host=host), status=failed(node0=43)).machine == ""
 
 
 @pytest.mark.parametrize(
@@ -244,8 +245,8 @@ FIELDS = st.sampled_from(["node", "exit_code", "fault", "message", "ended", "ask
     | JSON.map(lambda value: json.dumps(value).encode())
     | st.dictionaries(FIELDS, JSON).map(lambda changes: json.dumps(HUNG | changes).encode())
 )
-def test_whatever_a_report_holds_there_is_a_verdict(content: bytes) -> None:
+def test_any_content_of_a_report_has_a_diagnosis(content: bytes) -> None:
     with TemporaryDirectory() as folder:
         Path(folder, "node-0.json").write_bytes(content)
         reports = node_reports(open_storage(folder))
-    str(verdict(*reports, status=failed(node0=43)))
+    str(diagnosis(*reports, status=failed(node0=43)))

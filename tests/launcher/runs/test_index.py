@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.settings import LocalPlatformConfig
 from launcher.runs.attempts import Attempts, cancel_all
-from launcher.runs.index import INDEX, AttemptRecord, AttemptVerdict, DamagedRecords, Index, machine_below, this_machine
+from launcher.runs.index import (
+    INDEX,
+    AttemptDiagnosis,
+    AttemptRecord,
+    DamagedRecords,
+    Index,
+    machine_below,
+    this_machine,
+)
 from launcher.runs.listing import orphaned_resources, resolve_target, run_rows
 from litgpt_demo.errors import DataError, FailureClass
 
@@ -31,8 +39,8 @@ def record(run: str = RUN, attempt: int = 1, *, user: str = "ada", created: floa
     )  # fmt: skip
 
 
-def verdict(number: int = 1, flow_run: str = "mine") -> AttemptVerdict:
-    return AttemptVerdict(attempt=number, fault=FailureClass.NODE, before=0, after=number, flow_run=flow_run)
+def diagnosis(number: int = 1, flow_run: str = "mine") -> AttemptDiagnosis:
+    return AttemptDiagnosis(attempt=number, fault=FailureClass.NODE, before=0, after=number, flow_run=flow_run)
 
 
 @pytest.fixture
@@ -51,28 +59,28 @@ def test_records_are_read_oldest_first_and_never_change(index: Index) -> None:
     assert [(newest.run, newest.attempt) for newest in index.newest()] == [("new-0123456789", 1), (RUN, 10)]
 
 
-def test_end_and_verdict_are_stored_once(index: Index) -> None:
+def test_end_and_diagnosis_are_stored_once(index: Index) -> None:
     index.create(record())
     index.record_end(record(), ENDED)
     index.record_end(record(), JobStatus(state=JobState.CANCELLED, native="cancelled"))
     assert {number: end.state for number, end in index.ends(RUN).items()} == {1: JobState.FAILED}
-    verdicts = [verdict(1), verdict(2, "another"), verdict(9), verdict(10)]
-    for stored in verdicts:
+    diagnoses = [diagnosis(1), diagnosis(2, "another"), diagnosis(9), diagnosis(10)]
+    for stored in diagnoses:
         index.create(record(attempt=stored.attempt))
-        assert index.record_verdict(RUN, stored)
-    assert not index.record_verdict(RUN, verdict(9, "too late"))
-    assert index.verdicts(RUN) == verdicts
-    assert index.verdicts_of_flow_run(RUN, "mine") == [verdicts[0], *verdicts[2:]]
-    assert index.verdicts_of_flow_run(RUN, None) == []
+        assert index.record_diagnosis(RUN, stored)
+    assert not index.record_diagnosis(RUN, diagnosis(9, "too late"))
+    assert index.diagnoses(RUN) == diagnoses
+    assert index.diagnoses_of_flow_run(RUN, "mine") == [diagnoses[0], *diagnoses[2:]]
+    assert index.diagnoses_of_flow_run(RUN, None) == []
 
 
-def test_verdict_of_another_attempt_is_damaged(index: Index) -> None:
+def test_diagnosis_of_another_attempt_is_damaged(index: Index) -> None:
     """The next attempt has the number behind it: of a forged one that is a number that no record can have."""
     index.create(record())
-    forged = verdict(1).model_copy(update={"attempt": 10**18})
-    index.root.write(f"runs/{RUN}/attempts/1/verdict.json", forged.model_dump_json().encode())
-    with pytest.raises(DataError, match=r"1/verdict\.json is of attempt 1000000000000000000; remove that file"):
-        index.verdicts(RUN)
+    forged = diagnosis(1).model_copy(update={"attempt": 10**18})
+    index.root.write(f"runs/{RUN}/attempts/1/diagnosis.json", forged.model_dump_json().encode())
+    with pytest.raises(DataError, match=r"1/diagnosis\.json is of attempt 1000000000000000000; remove that file"):
+        index.diagnoses(RUN)
 
 
 def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index, tmp_path: Path) -> None:
@@ -89,14 +97,14 @@ def test_a_flow_run_is_followed_to_its_attempts_and_back(index: Index, tmp_path:
 def test_damaged_record_is_named_with_the_effect_of_its_removal(index: Index, tmp_path: Path) -> None:
     """Passing over it would call a live job dead."""
     index.create(record())
-    index.record_verdict(RUN, verdict())
+    index.record_diagnosis(RUN, diagnosis())
     index.record_end(record(), ENDED)
-    for path in (*(tmp_path / INDEX / RUN).iterdir(), tmp_path / f"runs/{RUN}/attempts/1/verdict.json"):
+    for path in (*(tmp_path / INDEX / RUN).iterdir(), tmp_path / f"runs/{RUN}/attempts/1/diagnosis.json"):
         path.write_text(path.read_text()[:40])
     with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
         index.records(RUN)
     with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):
-        index.verdicts_of_flow_run(RUN, "mine")
+        index.diagnoses_of_flow_run(RUN, "mine")
     with pytest.raises(DataError, match=r"remove that file; the attempt.s end is then queried from its platform"):
         index.ends(RUN)
 

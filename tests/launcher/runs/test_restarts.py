@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from launcher.runs.diagnosis import RESTARTED, Action, Verdict
-from launcher.runs.index import MOST_EXCLUDED, AttemptVerdict
+from launcher.runs.diagnosis import RESTARTED, Action, Diagnosis
+from launcher.runs.index import MOST_EXCLUDED, AttemptDiagnosis
 from launcher.runs.restarts import RestartPolicy, nodes_to_exclude, without_machine
 from litgpt_demo.config import RestartSettings
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
@@ -23,7 +23,7 @@ def after(*endings: Ending, max_restarts: int = 1, run: str = "owt", **restarts:
     """The seconds until the attempt that follows these; None where none does."""
     made, step = [], 0
     for number, (fault, progressed) in enumerate(endings, start=1):
-        made.append(AttemptVerdict(attempt=number, fault=fault, before=step, after=step + 10 * progressed))
+        made.append(AttemptDiagnosis(attempt=number, fault=fault, before=step, after=step + 10 * progressed))
         step = made[-1].after
     settings = RestartSettings.model_validate(restarts)
     return RestartPolicy(run=run, max_restarts=max_restarts, settings=settings).decide(made).wait
@@ -44,7 +44,7 @@ def test_zero_restarts_apply_to_all_but_preemptions() -> None:
         assert not goes_on((fault, True), max_restarts=9, **{fault.replace(" ", "_"): 0})
     assert goes_on(*[(FailureClass.PREEMPTED, True)] * 500, max_restarts=0)
     assert not goes_on((FailureClass.PREEMPTED, True), max_restarts=9, preempted=0)
-    before_the_newest = AttemptVerdict(attempt=3, fault=FailureClass.PREEMPTED, before=100, after=90)
+    before_the_newest = AttemptDiagnosis(attempt=3, fault=FailureClass.PREEMPTED, before=100, after=90)
     again = RestartPolicy(run="owt", max_restarts=0).decide([before_the_newest])
     assert again.wait is None, "training again what was trained before is no progress"
 
@@ -121,13 +121,13 @@ def test_wait_is_capped_and_differs_between_runs(idle: int, run: str) -> None:
 
 
 def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
-    def ended(machine: str, step: int | None, *earlier: AttemptVerdict) -> Verdict:
-        verdict = Verdict(
+    def ended(machine: str, step: int | None, *earlier: AttemptDiagnosis) -> Diagnosis:
+        diagnosis = Diagnosis(
             fault=FailureClass.NODE, evidence="illegal memory access", host=machine, clear=True, step=step
         )
-        return without_machine(verdict, earlier)
+        return without_machine(diagnosis, earlier)
 
-    first = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=400, machine="gke-a", step=417)
+    first = AttemptDiagnosis(attempt=1, fault=FailureClass.NODE, before=0, after=400, machine="gke-a", step=417)
     found = ended("gke-b", 418, first)
     assert (found.fault, found.action, found.machine) == (FailureClass.USER, Action.STOP, "")
     assert "attempt 1 ended so at step 417 on the machine gke-a, and this one at step 418 on gke-b" in found.evidence
@@ -139,8 +139,10 @@ def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
 
 def test_a_machine_is_avoided_after_it_was_blamed_twice() -> None:
     def avoided(*machines: str, times: int = 2) -> tuple[str, ...]:
-        verdict = AttemptVerdict(attempt=1, fault=FailureClass.NODE, before=0, after=0)
-        return nodes_to_exclude([verdict.model_copy(update={"machine": machine}) for machine in machines], times=times)
+        diagnosis = AttemptDiagnosis(attempt=1, fault=FailureClass.NODE, before=0, after=0)
+        return nodes_to_exclude(
+            [diagnosis.model_copy(update={"machine": machine}) for machine in machines], times=times
+        )
 
     assert avoided("gke-a", "gke-b") == ()
     assert avoided("b", "", "a", "a", "", "c", "b", "c", "c") == ("a", "b", "c")

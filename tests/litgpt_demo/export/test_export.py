@@ -312,7 +312,7 @@ def test_a_run_with_a_damaged_last_checkpoint_trains_further(finished_copy: Path
     flip_a_bit(shard)
     run = open_storage(str(finished_copy))
     assert export(run, newest=True).step == 8  # the newest one that verifies
-    with pytest.raises(DataError, match=f"{shard} has crc32c .* moved to {finished_copy}/set-aside/.*; run it again"):
+    with pytest.raises(DataError, match=f"{shard} has crc32c .* moved to {finished_copy}/quarantine/.*; run it again"):
         export(run)
     assert exported(run) == export(run, step=8)
     train(finished_copy)
@@ -329,7 +329,7 @@ def test_a_sound_checkpoint_stays_when_a_collection_misreads(
         patch.setattr(documents, "crc32c_of", lambda path: next(crcs) or read(path))
         with pytest.raises(NodeError, match="read again, they are as the manifest has them"):
             export(open_storage(str(finished_copy)))
-    assert not (finished_copy / "set-aside").exists()
+    assert not (finished_copy / "quarantine").exists()
     assert export(open_storage(str(finished_copy))).step == 12
 
 

@@ -277,7 +277,7 @@ def test_no_log_or_report_of_a_node_has_a_secret_of_its_ranks(tmp_path: Path, ta
     for secret in (*secrets.values(), "pr0xy-s3cret"):
         assert [path for path, content in kept.items() if secret.encode() in content] == []
     assert b"downloading with ****" in kept["node-0.log"]
-    report = report_of(tmp_path / "d")  # verdicts, artifacts and notices are made of it
+    report = report_of(tmp_path / "d")  # diagnoses, artifacts and notices are made of it
     assert "RuntimeError: 401 for [secure]" in report["ranks"][0]["message"]
     assert "hf_tokenOfTheHub" not in str(report)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, right or set aside, as many as were asked for, and nothing of them executed."""
+"""Checkpoints: whole or not there, right or quarantined, as many as were asked for, and nothing of them executed."""
 
 import pickle
 import warnings

@@ -273,15 +273,15 @@ def test_a_damaged_checkpoint_is_quarantined_and_not_read_again(new_training: Ne
     assert f"{run.address(manifest)} is not as it was written: its crc32c should be " in results[0]
     assert "__0_0.distcp has " in results[1]
     assert [found.step for found in list_complete(run)] == [1]
-    assert run.exists("set-aside/step-00000002.1/__0_0.distcp")
+    assert run.exists("quarantine/step-00000002.1/__0_0.distcp")
     assert resume(new(), on_warning=pytest.fail) == 1
     run.write(f"{folder_of(1)}/__0_0.distcp", b"something else")
-    aside = run.address("set-aside")
+    moved = run.address("quarantine")
     for _ in range(2):  # also when it is tried again
-        with pytest.raises(DataError, match=rf"would begin at step 0; read why\.txt in each, .* or remove {aside}"):
+        with pytest.raises(DataError, match=rf"would begin at step 0; read why\.txt in each, .* or remove {moved}"):
             resume(new(), on_warning=results.append)
     assert len(results) == 3
-    run.remove("set-aside")
+    run.remove("quarantine")
     assert resume(last := new(), on_warning=pytest.fail) == 0  # training begins anew
     assert not whole(last)[1].state  # and has counted no step
 
@@ -321,7 +321,7 @@ def misreading(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_sound_checkpoints_stay_where_a_machine_misreads(
     new_training: NewTraining, root: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Each of them would be set aside, one after the other, and the training begin at step 0."""
+    """Each of them would be quarantined, one after the other, and the training begin at step 0."""
     training = new_training("three", root=open_storage(root), keep_last=9)
     with Saver(training, on_result=silent) as saver:
         for number in (1, 2, 3):

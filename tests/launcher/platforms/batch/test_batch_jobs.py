@@ -18,7 +18,7 @@ from launcher.errors import ConfigProblem, LoginProblem, PlatformRefused, Platfo
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.batch.platform import BatchPlatform
 from launcher.platforms.batch.states import status_of
-from launcher.runs.diagnosis import Action, Verdict, diagnose
+from launcher.runs.diagnosis import Action, Diagnosis, diagnose
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 
@@ -40,7 +40,7 @@ def submitted(platform: BatchPlatform, **changes: Any) -> JobId:
     return platform.submit(platform.render(job_of(platform._settings, **changes)))
 
 
-def verdict(status: JobStatus) -> Verdict:
+def diagnosis(status: JobStatus) -> Diagnosis:
     return diagnose(status, (), (), logs="here")
 
 
@@ -54,7 +54,7 @@ def test_lost_node_fails_the_job_and_only_cancel_ends_its_peers(code: int, fault
     cloud.end(job_id, 1, code)
     status = platform.status(job_id)
     assert (status.state, status.exit_codes, status.has_running_nodes) == (JobState.FAILED, {1: code}, True)
-    assert (verdict(status).fault, verdict(status).node, verdict(status).action) == (fault, 1, Action.RESTART)
+    assert (diagnosis(status).fault, diagnosis(status).node, diagnosis(status).action) == (fault, 1, Action.RESTART)
     assert platform.remaining_resources(job_id)
     assert "CancelJob" not in cloud.calls
     platform.cancel(job_id)
@@ -80,7 +80,7 @@ def test_single_node_restarts_in_place_and_its_last_life_counts(
         cloud.end(job_id, 0, code)
     status = platform.status(job_id)
     assert (status.state, status.exit_codes, status.restarts) == (state, {0: codes[-1]}, len(codes) - 1)
-    assert fault is None or verdict(status).fault is fault
+    assert fault is None or diagnosis(status).fault is fault
     assert submitted(platform) == job_id, "it has ended, and is not begun again"
     assert cloud.live() == []
 

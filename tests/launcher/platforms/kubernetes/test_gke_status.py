@@ -80,10 +80,10 @@ def test_node_evicted_from_a_full_machine_was_not_preempted(
     platform, job_id = begun(cluster, tmp_path, workload=workload, in_place_restarts=0)
     cluster.run_out(cluster.pods("demo")[1]["metadata"]["name"], resource)
     seen = end_of(platform, job_id)
-    verdict = diagnose(seen, [], [], logs="")
-    assert (verdict.fault, verdict.node, verdict.action) == (fault, 1, action)
-    assert verdict.evidence.startswith(f"evicted by its kubelet: The node was low on resource: {resource}.")
-    assert fix in verdict.evidence
+    diagnosis = diagnose(seen, [], [], logs="")
+    assert (diagnosis.fault, diagnosis.node, diagnosis.action) == (fault, 1, action)
+    assert diagnosis.evidence.startswith(f"evicted by its kubelet: The node was low on resource: {resource}.")
+    assert fix in diagnosis.evidence
 
 
 def test_status_has_the_signal_or_the_lack_of_memory_of_a_node(cluster: Cluster, tmp_path: Path) -> None:

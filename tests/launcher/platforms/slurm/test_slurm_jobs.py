@@ -219,10 +219,10 @@ def test_job_that_cannot_start_its_nodes_says_why(
     if not root:
         assert message in (tmp_path / "attempts/1/node-0.log").read_text()
     slurm(squeue=row("FAILED").replace("(null)", node.comment, 1))
-    verdict = diagnose(platform.status(job_id_of(tmp_path)), [], [], logs="", nodes=2)
-    assert (verdict.fault, verdict.action) == (FailureClass.USER, Action.STOP)
-    assert message in verdict.evidence
-    assert verdict.evidence.endswith("(on n0)")
+    diagnosis = diagnose(platform.status(job_id_of(tmp_path)), [], [], logs="", nodes=2)
+    assert (diagnosis.fault, diagnosis.action) == (FailureClass.USER, Action.STOP)
+    assert message in diagnosis.evidence
+    assert diagnosis.evidence.endswith("(on n0)")
 
 
 @pytest.mark.parametrize("name", ["TOKEN", "first", "cpus", "step"])

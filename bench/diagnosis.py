@@ -1,8 +1,8 @@
-"""The verdict on recorded failures, scored beside two simple ways to blame somebody.
+"""The diagnosis of recorded failures, scored beside two simple ways to blame somebody.
 
 tests/faults/cases.jsonl holds what failures left: most were caused on this product's own nodes, the others put together
 from what platforms and libraries document. A class is right if it is the case's, a culprit if node and rank are one of
-the case's. "held out" are those that were made after the verdict's rules had been fixed.
+the case's. "held out" are those that were made after the diagnosis's rules had been fixed.
 
 The first rank that torchrun names, and the last traceback in the logs, are what people look at. NVIDIA's resiliency
 extension is not scored: its attribution of logs (0.6, with logsage 0.1) does not begin without a language model's key.
@@ -53,7 +53,7 @@ def last_traceback(case: Case) -> Answer:
     return Answer(fault=fault_of_exception(match[2]), node=node, rank=int(match[1]))
 
 
-JUDGES = {"verdict": judged, "the first rank that torchrun names": first_rank, "the last traceback": last_traceback}
+JUDGES = {"diagnosis": judged, "the first rank that torchrun names": first_rank, "the last traceback": last_traceback}
 
 
 def score(judge: Callable[[Case], Answer], scored: Sequence[Case]) -> tuple[float, float, list[str]]:
@@ -65,8 +65,8 @@ def score(judge: Callable[[Case], Answer], scored: Sequence[Case]) -> tuple[floa
         classes, culprits = classes + same_class, culprits + same_culprit
         if not same_class or not same_culprit:
             right_one = " or ".join(f"node {node}, rank {rank}" for node, rank in case.culprits)
-            verdict = f"{answer.fault} of node {answer.node}, rank {answer.rank}"
-            wrong.append(f"{case.name}: {verdict}; it was {case.fault} of {right_one}")
+            diagnosis = f"{answer.fault} of node {answer.node}, rank {answer.rank}"
+            wrong.append(f"{case.name}: {diagnosis}; it was {case.fault} of {right_one}")
     return classes / len(scored), culprits / len(scored), wrong
 
 
@@ -79,6 +79,10 @@ def measure(_: int) -> tuple[dict[str, Any], dict[str, Any]]:
             seen[name][part] = {"class": classes, "culprit": culprits, "wrong": wrong}
             print(f"{name}, {part}: class {classes:.3g}, culprit {culprits:.3g}")
         for what in ("class", "culprit"):
-            bars[f"verdict's {what}, {part}, {len(scored)} failures"] = seen["verdict"][part][what], "at least", ASKED
-    print("\n".join(f"  wrong: {line}" for line in seen["verdict"]["all"]["wrong"]) or "  none is wrong")
+            bars[f"diagnosis's {what}, {part}, {len(scored)} failures"] = (
+                seen["diagnosis"][part][what],
+                "at least",
+                ASKED,
+            )
+    print("\n".join(f"  wrong: {line}" for line in seen["diagnosis"]["all"]["wrong"]) or "  none is wrong")
     return bars, seen

@@ -1,6 +1,6 @@
-"""The verdict on recorded failures: how often its class and its culprit are right, and what it says."""
+"""The diagnosis of recorded failures: how often its class and its culprit are right, and what it says."""
 
-from bench.verdict import ASKED, first_rank, last_traceback, score
+from bench.diagnosis import ASKED, first_rank, last_traceback, score
 from launcher.runs.diagnosis import ADVICE
 from tests.faults.case import cases, judged
 
@@ -15,9 +15,9 @@ def test_class_and_culprit_are_right_but_for_the_class_of_one() -> None:
         assert max(score(judge, EVERY)[:2]) < ASKED
 
 
-def test_every_verdict_has_evidence_within_bounds_and_one_action() -> None:
+def test_every_diagnosis_has_evidence_within_bounds_and_one_action() -> None:
     for case in EVERY:
-        verdict = judged(case)
-        assert 0 < len(verdict.lines) <= 60, case.name
-        assert all(len(line) <= 1000 for line in verdict.lines), case.name
-        assert verdict.fault in ADVICE
+        diagnosis = judged(case)
+        assert 0 < len(diagnosis.lines) <= 60, case.name
+        assert all(len(line) <= 1000 for line in diagnosis.lines), case.name
+        assert diagnosis.fault in ADVICE
