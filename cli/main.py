@@ -129,8 +129,10 @@ Words = Annotated[
         help="A run's or sweep's name or its beginning, @last, a run's folder, or the config that it was started with.",
     ),
 ]  # fmt: skip
-New = Annotated[bool, typer.Option("--new", help="Start even if another job of this name runs.")]
-Old = Annotated[bool, typer.Option("--cancel-old", help="First cancel another job of this name that runs.")]
+Duplicate = Annotated[
+    bool, typer.Option("--allow-duplicate", help="Start even if another job of this name is running.")
+]
+Replace = Annotated[bool, typer.Option("--replace", help="First cancel another job of this name that is running.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 _SPARED = ("flow run", "attempts", "platform", "age")  # columns that a narrow terminal does without, in this order
@@ -198,15 +200,15 @@ def run(
     overrides: Overrides = None,
     profile: Profile = None,
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
-    new: New = False,
-    cancel_old: Old = False,
+    allow_duplicate: Duplicate = False,
+    replace: Replace = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Hand it to a worker of Prefect's server, and print the link to it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, _with_start(overrides, new=new, cancel_old=cancel_old), profile)
+    settings = read_config(config, _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace), profile)
     if detach and output:
         raise ConfigProblem("--output shows what the job prints, and --detach waits for no job; give one of them")
     if detach:
@@ -220,14 +222,14 @@ def run(
         _run(settings, output)
 
 
-def _with_start(overrides: list[str] | None, *, new: bool, cancel_old: bool) -> list[str]:
-    if new and cancel_old:
-        raise ConfigProblem("--new keeps the running job, but --cancel-old cancels it; give one of them")
+def _with_launch(overrides: list[str] | None, *, allow_duplicate: bool, replace: bool) -> list[str]:
+    if allow_duplicate and replace:
+        raise ConfigProblem("--allow-duplicate keeps the running job, but --replace cancels it; give one of them")
     settings = list(overrides or [])
-    if new:
-        settings.append("start.others=keep")
-    if cancel_old:
-        settings.append("start.others=cancel")
+    if allow_duplicate:
+        settings.append("launch.if_running=keep")
+    if replace:
+        settings.append("launch.if_running=cancel")
     return settings
 
 
@@ -289,10 +291,14 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
 
 @app.command()
 def sweep(
-    config: ConfigFile, overrides: Overrides = None, profile: Profile = None, new: New = False, cancel_old: Old = False
+    config: ConfigFile,
+    overrides: Overrides = None,
+    profile: Profile = None,
+    allow_duplicate: Duplicate = False,
+    replace: Replace = False,
 ) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
-    settings = read_config(config, _with_start(overrides, new=new, cancel_old=cancel_old), profile)
+    settings = read_config(config, _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace), profile)
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so nothing varies; add one, as "
@@ -383,8 +389,8 @@ def submit(
     deployment: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
     overrides: Overrides = None,
     profile: Profile = None,
-    new: New = False,
-    cancel_old: Old = False,
+    allow_duplicate: Duplicate = False,
+    replace: Replace = False,
     as_json: Json = False,
 ) -> None:
     """Start the flow of a deployment on Prefect's server, with some settings changed; or list the deployments."""
@@ -404,7 +410,7 @@ def submit(
             _print_json([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)])
         )
         return
-    changes = overrides_of(_with_start(overrides, new=new, cancel_old=cancel_old))
+    changes = overrides_of(_with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace))
     sections = {} if profile is None else read_platform_file(profile)
     with server_problems():
         _submitted(*submit_deployment(deployment, changes, profile=sections))

@@ -206,7 +206,7 @@ class _Sweep:
                     return
                 number, trial, run = drawn
                 self._running[number] = trial, run
-            label = trial.config.start.trial or ""
+            label = trial.config.launch.trial or ""
             TRIAL.set(label)
             PLANNED.set(run)
             ON_ROW.set(partial(self._on_metrics_row, number, run))

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from launcher.config import NAME_PATTERN, PlatformConfig, ScriptConfig, StartSettings
+from launcher.config import NAME_PATTERN, LaunchSettings, PlatformConfig, ScriptConfig
 from launcher.formatting import NOTHING
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings
@@ -39,8 +39,8 @@ class BenchmarkConfig(Settings):
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
-    start: StartSettings = StartSettings()
-    """The answer to a job of the same name that runs already."""
+    launch: LaunchSettings = LaunchSettings()
+    """The treatment of live jobs with the same name."""
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
@@ -70,7 +70,7 @@ class BenchmarkConfig(Settings):
             env={"NCCL_NET": "Socket"} if sockets else {},
             image=self.image,
             platform=self.platform.for_measuring(sockets=sockets),
-            start=self.start,
+            launch=self.launch,
         )
 
 

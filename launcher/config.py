@@ -92,12 +92,12 @@ class Draw(Settings):
     """Dotted setting to its value, exactly as the search drew it."""
 
 
-class StartSettings(Settings, title="Start"):
+class LaunchSettings(Settings, title="Launch"):
     """The treatment of live jobs with the same name. It changes nothing in what a job computes."""
 
-    others: Literal["refuse", "keep", "cancel"] = "refuse"
+    if_running: Literal["refuse", "keep", "cancel"] = "refuse"
     """If a job of this name is running with another dataset, model or script: refuse to start, keep it and start a
-    second one (--new), or cancel it first (--cancel-old)."""
+    second one (--allow-duplicate), or cancel it first (--replace)."""
     sweep: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
     """The sweep that this is a trial of. Sweeps set it, and forms do not show it."""
     trial: SkipJsonSchema[str | None] = Field(None, exclude_if=lambda name: name is None)
@@ -106,8 +106,8 @@ class StartSettings(Settings, title="Start"):
     """The trial's draw, by which a resumed sweep finds its trials. Sweeps set it."""
 
 
-class TrainingStart(StartSettings, allow_inf_nan=False):
-    """The same for a training, with the money that it may cost."""
+class BudgetSettings(Settings, title="Budget", allow_inf_nan=False):
+    """The money that a run may cost."""
 
     max_usd: float | None = Field(None, gt=0)
     """Dollars that all attempts of the run may cost together. The run saves and stops before it exceeds them, and
@@ -135,8 +135,10 @@ class RunConfig(Settings):
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
-    start: TrainingStart = TrainingStart()
-    """The treatment of live jobs with the same name, and the money that the run may cost."""
+    launch: LaunchSettings = LaunchSettings()
+    """The treatment of live jobs with the same name."""
+    budget: BudgetSettings = BudgetSettings()
+    """The money that the run may cost."""
 
     @property
     def world_size(self) -> int:
@@ -168,8 +170,8 @@ class RunConfig(Settings):
         if self.platform.price is not None:
             return self
         name = ""
-        if self.start.max_usd is not None:
-            name = "start.max_usd"
+        if self.budget.max_usd is not None:
+            name = "budget.max_usd"
         elif isinstance(self, SweepConfig) and (self.sweep.max_usd or "cost" in self.sweep.objectives):
             name = "sweep.max_usd or the objective cost"
         if name:
@@ -212,7 +214,7 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
     """The platform that has the nodes."""
-    start: StartSettings = StartSettings()
+    launch: LaunchSettings = LaunchSettings()
     """The treatment of live jobs with the same name."""
 
     @property
@@ -294,7 +296,7 @@ class SweepSettings(Settings, title="Sweep"):
     """GPU hours of all trials, after which no new trial starts; hours of processes on machines without GPUs. Empty
     sets no limit."""
     max_usd: float | None = Field(None, gt=0)
-    """Dollars of all trials, after which no new trial starts; `start.max_usd` limits each of them. Empty sets no
+    """Dollars of all trials, after which no new trial starts; `budget.max_usd` limits each of them. Empty sets no
     limit."""
 
     @model_validator(mode="after")

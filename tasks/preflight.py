@@ -60,19 +60,19 @@ async def prepare_job(
 async def preflight(claim: Claim, work: Run | Script) -> None:
     """Refuse what cannot work, and resolve conflicts with other jobs of the config's name.
 
-    With `start.others=cancel` the other jobs are cancelled only after the checks have passed. A live job of the same
-    run on another platform is cancelled later, when the new one is ready to be submitted. A finished run starts no job
-    that could be in the way of another one.
+    With `launch.if_running=cancel` the other jobs are cancelled only after the checks have passed. A live job of the
+    same run on another platform is cancelled later, when the new one is ready to be submitted. A finished run starts no
+    job that could be in the way of another one.
     """
     check = partial(report_findings, partial(findings_of, claim.config, {"": work}), artifact=claim.attempts.run)
-    if claim.config.start.others == "cancel":
+    if claim.config.launch.if_running == "cancel":
         await check()
     if isinstance(work, Script) or await asyncio.to_thread(finished, work.storage) is None:
         open_platform = claim.attempts.open_platform
         bad = await asyncio.to_thread(resolve_name_conflicts, claim.config, run=work.name, open_platform=open_platform)
         if bad:
             warn(str(bad))
-    if claim.config.start.others != "cancel":
+    if claim.config.launch.if_running != "cancel":
         await check()
 
 

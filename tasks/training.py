@@ -102,8 +102,8 @@ def _require_fit(run: Run, vocab_size: int, origin: InitialWeights) -> None:
 
 
 def _remaining_budget_seconds(run: Run) -> float | None:
-    """Return the seconds after which the next attempt must leave to stay within start.max_usd; None without one."""
-    limit, platform = run.config.start.max_usd, run.config.platform
+    """Return the seconds after which the next attempt must leave to stay within budget.max_usd; None without one."""
+    limit, platform = run.config.budget.max_usd, run.config.platform
     price = platform.price
     if limit is None or price is None:
         return None
@@ -114,8 +114,8 @@ def _remaining_budget_seconds(run: Run) -> float | None:
     if seconds <= 0:
         needed = f"a start and {platform.grace_period} s to save (platform.grace_period)"
         costs = f"{needed} cost more at ${per_hour:,.2f} an hour"
-        what = f"the budget is spent: {run.name} has cost ${spent:,.2f} of start.max_usd={limit:g}, and {costs}"
-        raise LauncherError(what, fix="raise start.max_usd and run again: the run continues from its last checkpoint")
+        what = f"the budget is spent: {run.name} has cost ${spent:,.2f} of budget.max_usd={limit:g}, and {costs}"
+        raise LauncherError(what, fix="raise budget.max_usd and run again: the run continues from its last checkpoint")
     return seconds
 
 

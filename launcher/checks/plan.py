@@ -323,7 +323,7 @@ def _inspect(work: Run | Script) -> Inspection:
             findings.append(replace(finding, what=f"the files under the root are not known: {finding.what}"))
     if findings:
         return Inspection(work=work, claim=claim, unreachable=True, findings=tuple(findings))
-    if claim.config.start.others == "refuse" and (run is None or finished(run.storage) is None):
+    if claim.config.launch.if_running == "refuse" and (run is None or finished(run.storage) is None):
         try:
             resolve_name_conflicts(claim.config, run=work.name, open_platform=claim.attempts.open_platform)
         except RunIsLive as error:

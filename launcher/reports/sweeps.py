@@ -163,7 +163,7 @@ def best_yaml(outcomes: Iterable[Outcome]) -> str | None:
         return None
     scores = "".join(f"{name} {score}, " for name, score in best.scores.items())
     heading = f"# {scores}validation loss {best.validation_loss:.4f}, run {best.run}\n"
-    settings = best.trial.config.model_dump(mode="json", exclude={"start"})
+    settings = best.trial.config.model_dump(mode="json", exclude={"launch", "budget"})
     return heading + yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
 
 

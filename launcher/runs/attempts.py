@@ -268,7 +268,7 @@ class Claim:
     @property
     def names(self) -> list[str]:
         """The names under which this job can be cancelled: its run's and its sweep's."""
-        return [name for name in (self.attempts.run, self.config.start.sweep) if name]
+        return [name for name in (self.attempts.run, self.config.launch.sweep) if name]
 
     @property
     def orchestrator(self) -> str | None:
@@ -308,9 +308,9 @@ class Claim:
         return (record.directory, record.platform) == (self.make_job(last.number).directory, section)
 
     def require_replaceable(self, last: Attempt) -> None:
-        """Raise RunIsLive for a live attempt that the claim does not reattach to, unless `start.others` cancels it."""
-        if self.config.start.others != "cancel":
-            raise _run_is_live(last, self._conflict(last.record), fix="wait for it, or cancel it first (--cancel-old)")
+        """Raise RunIsLive for a live attempt without a reattach, unless `launch.if_running` cancels it."""
+        if self.config.launch.if_running != "cancel":
+            raise _run_is_live(last, self._conflict(last.record), fix="wait for it, or cancel it first (--replace)")
 
     def _conflict(self, record: AttemptRecord) -> str:
         """Return why this claim cannot reattach to a live attempt of its run; empty if it can."""
@@ -377,8 +377,8 @@ class Claim:
             key=job.name.rpartition("-")[2],
             attempt=number,
             nonce=job.nonce,
-            sweep=self.config.start.sweep,
-            trial=self.config.start.trial,
+            sweep=self.config.launch.sweep,
+            trial=self.config.launch.trial,
             config=self.config.model_dump(mode="json"),
             platform=self.config.platform.model_dump(mode="json"),
             job_id=self.platform.render(job).job_id,
@@ -484,14 +484,14 @@ def resolve_name_conflicts(
     sweep: str | None = None,
     open_platform: OpenPlatform | None = None,
 ) -> DamagedRecords:
-    """Refuse to start `run` beside a live job of the config's name, or cancel or keep it, as `start.others` says.
+    """Refuse to start `run` beside a live job of the config's name, or cancel or keep it, as `launch.if_running` says.
 
     Trials of one sweep are no conflict and are not queried. Raises PlatformUnreachable if the state of a job is
     unknown, and DataError if its record is damaged. For a trial such records are returned instead.
     """
-    sweep = config.start.sweep or sweep
+    sweep = config.launch.sweep or sweep
     index, bad = Index.of(config.root), DamagedRecords()
-    if config.start.others == "keep":
+    if config.launch.if_running == "keep":
         return bad
     open_platform = open_platform or platform_opener(config.platform)
     for record in index.unended(config.name, bad):
@@ -502,9 +502,10 @@ def resolve_name_conflicts(
         live = attempts.live()
         if live is None:
             continue
-        if config.start.others != "cancel":
+        if config.launch.if_running != "cancel":
             conflict = f"this config means {run or 'a sweep'}: its corpus, code, model or settings differ"
-            raise _run_is_live(live, conflict, fix="cancel the old job first (--cancel-old), or run both (--new)")
+            fix = "cancel the old job first (--replace), or run both (--allow-duplicate)"
+            raise _run_is_live(live, conflict, fix=fix)
         report(Note(what=f"cancelling {live.record.job_id} of {record.run}, a live job with this config's name"))
         attempts.cancel()
     bad.pop(run, None)

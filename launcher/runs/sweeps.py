@@ -9,7 +9,7 @@ from functools import cache
 
 from pydantic import JsonValue
 
-from launcher.config import Draw, Objective, RunConfig, SweepConfig, TrainingStart, overridden, validated
+from launcher.config import Draw, LaunchSettings, Objective, RunConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import setting_text
 from launcher.runs.index import DamagedRecords, Index
@@ -52,8 +52,8 @@ def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue], number: int =
     """Return the trial of this draw, with these settings; a ConfigProblem where they cannot be used together."""
     short = ", ".join(f"{name.rpartition('.')[2]}={setting_text(value)}" for name, value in changes.items())
     draw = Draw(number=number, changes=dict(changes))
-    start = {**sweep.start.model_dump(), "sweep": sweep_name(sweep), "trial": short, "draw": draw}
-    base = sweep.model_dump(mode="json", exclude={"sweep", "start"}) | {"start": start}
+    launch = {**sweep.launch.model_dump(), "sweep": sweep_name(sweep), "trial": short, "draw": draw}
+    base = sweep.model_dump(mode="json", exclude={"sweep", "launch"}) | {"launch": launch}
     where = "trial " + ", ".join(f"{name}={value}" for name, value in changes.items())
     config = validated(RunConfig, overridden(base, dict(changes)), where=where)
     return Trial(changes=changes, config=config, objectives=sweep.sweep.objectives)
@@ -113,7 +113,7 @@ def existing_trial_params(sweep: SweepConfig, index: Index, bad: DamagedRecords)
     name = sweep_name(sweep)
     draws: dict[int, Draw] = {}
     for record in index.of_name(sweep.name, bad):
-        draw = TrainingStart.model_validate(record.config["start"]).draw if record.sweep == name else None
+        draw = LaunchSettings.model_validate(record.config["launch"]).draw if record.sweep == name else None
         if draw is not None:
             draws[draw.number] = draw
     return [draws[number] for number in sorted(draws)]

@@ -102,7 +102,7 @@ def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
         (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),
         (["plan", "training.yaml", "data.corpus.paths=[$DATA/a.txt]"], "has $DATA, which no shell has replaced"),
         (["sweep", "training.yaml"], "no `sweep` section"),
-        (["run", "training.yaml", "--new", "--cancel-old"], "give one of them"),
+        (["run", "training.yaml", "--allow-duplicate", "--replace"], "give one of them"),
         (["plan", "training.yaml", "name=My Run"], "'My Run' given; a name has lower-case letters, digits and dashes"),
         (["init", "moon"], "unknown platform 'moon'; choose one of batch, gke, local, runai"),
         (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),

@@ -29,7 +29,7 @@ from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset, train_litgpt
 from launcher.benchmark import BenchmarkConfig
-from launcher.config import RunConfig, StartSettings, validated
+from launcher.config import LaunchSettings, RunConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.events import Event, Listener, Note
 from litgpt_demo.config import TrainConfig
@@ -54,7 +54,7 @@ def test_form_of_a_flow_has_the_fields_of_its_config(flow: Flow[..., Any]) -> No
         titles = [field.get("title") for field in section.get("properties", {}).values()]
         assert None not in titles
         assert len(titles) == len({*titles}), "sections of one class are told apart"
-    assert "sweep" not in flow.parameters.definitions.get("StartSettings", {}).get("properties", {}), "sweeps set it"
+    assert "sweep" not in flow.parameters.definitions.get("LaunchSettings", {}).get("properties", {}), "sweeps set it"
 
 
 @pytest.mark.usefixtures("prefect_api")
@@ -139,8 +139,8 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
     with Listener(events.append):
         warn_partial_sections({"train": part})  # in a file of one's own what is left out is meant to be a default
         monkeypatch.setattr("flows.parameters.deployed", lambda: True)
-        stored = StartSettings.model_validate(StartSettings().model_dump())
-        warn_partial_sections({"train": complete, "other": TrainConfig(), "start": stored})
+        stored = LaunchSettings.model_validate(LaunchSettings().model_dump())
+        warn_partial_sections({"train": complete, "other": TrainConfig(), "launch": stored})
         assert not events
         warn_partial_sections({"train": part})
     [warning] = [event.what for event in events if isinstance(event, Note)]

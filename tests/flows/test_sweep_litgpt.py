@@ -85,7 +85,7 @@ def test_failed_trial_does_not_end_the_others(swept: Swept, trained: list[RunCon
     [written] = tmp_path.glob("sweeps/*/best.yaml")
     [best] = [config for config in trained if config.train.learning_rate == 0.01]
     present = RunConfig.model_validate(read_yaml(written))
-    assert present == best.model_copy(update={"start": present.start})
+    assert present == best.model_copy(update={"launch": present.launch})
     assert "learning_rate: 0.01" in artifact(f"best-{written.parent.name}")
     assert "user error" in artifact(f"sweep-{written.parent.name}")
 
@@ -197,7 +197,7 @@ def test_a_resumed_sweep_cancels_the_live_job_of_a_pruned_trial(
         assert run is not None
         claim = claim_at(run)
         platform.start(await asyncio.to_thread(begin, claim))
-        mark = f"sweeps/{run.config.start.sweep}/pruned/{run.name}"
+        mark = f"sweeps/{run.config.launch.sweep}/pruned/{run.name}"
         await asyncio.to_thread(claim.attempts.index.root.write, mark, b"pruned at step 4")
         raise JobFailed("the orchestrator was killed")
 

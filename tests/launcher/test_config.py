@@ -206,11 +206,11 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
             {"platform": {"kind": "slurm", "usd_per_hour": math.inf}},
             "usd_per_hour: inf given; input should be a finite",
         ),
-        ({"start": {"max_usd": math.inf}}, "start.max_usd: inf given; input should be a finite number"),
+        ({"budget": {"max_usd": math.inf}}, "budget.max_usd: inf given; input should be a finite number"),
         ({"train": {"global_batch": 20}, "platform": {"kind": "local", "nodes": 2}}, "must be a multiple of 16, for"),
         (
-            {"start": {"max_usd": 5}},
-            "start.max_usd needs a price, but the list price of local is not known here; give",
+            {"budget": {"max_usd": 5}},
+            "budget.max_usd needs a price, but the list price of local is not known here; give",
         ),
     ],
 )

@@ -19,7 +19,7 @@ from slurm_commands import SlurmCommands, slurm_commands
 from strict_platform import StrictPlatform
 from waiting import until
 
-from launcher.config import RunConfig, StartSettings
+from launcher.config import LaunchSettings, RunConfig
 from launcher.errors import JobCancelled, JobFailed, JobRefused, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Event, Listener, MetricsRow, Note, Output
 from launcher.job import JobId, JobState, JobStatus, LogLine, Submission
@@ -260,7 +260,7 @@ def test_the_budget_counts_an_attempt_at_its_own_price(
 ) -> None:
     """The first attempt has held its machine for an hour; the run has $11 and goes on elsewhere."""
     first, moved = (
-        plan_run(tiny({"platform.usd_per_hour": usd, "platform.grace_period": 60, "start.max_usd": 11}))
+        plan_run(tiny({"platform.usd_per_hour": usd, "platform.grace_period": 60, "budget.max_usd": 11}))
         for usd in (before, now)
     )
     assert first.name == moved.name
@@ -526,12 +526,12 @@ def test_run_moves_to_another_platform_when_cancelled_first(tmp_path: Path) -> N
     old_job = old.submit(old.render(first.job_of(first.reattach_or_create())))
     slurm = {"kind": "slurm", "nodes": 2}
     kinds = {"local": old, "slurm": new}
-    elsewhere = claim_on(new, tmp_path, "demo", platform=slurm, start={"others": "cancel"})
+    elsewhere = claim_on(new, tmp_path, "demo", platform=slurm, launch={"if_running": "cancel"})
     moved = replace(
         elsewhere, attempts=replace(elsewhere.attempts, open_platform=lambda section: kinds[section["kind"]])
     )
-    refused = replace(moved, config=moved.config.model_copy(update={"start": StartSettings()}))
-    with pytest.raises(RunIsLive, match="--cancel-old"):
+    refused = replace(moved, config=moved.config.model_copy(update={"launch": LaunchSettings()}))
+    with pytest.raises(RunIsLive, match="--replace"):
         asyncio.run(run_job(refused, max_restarts=0))
     assert old.live() == [old_job]
     assert asyncio.run(run_job(moved, max_restarts=0)).attempt == 2

@@ -13,7 +13,7 @@ import pytest
 from claims import begin, claim_of, claim_on
 from strict_platform import StrictPlatform
 
-from launcher.config import ScriptConfig, StartSettings, validated
+from launcher.config import LaunchSettings, ScriptConfig, validated
 from launcher.errors import JobCancelled, PlatformRefused, PlatformUnreachable, RunIsLive
 from launcher.events import Listener, Note
 from launcher.job import JobId, JobState, JobStatus
@@ -88,11 +88,11 @@ def test_live_run_on_another_platform_is_not_started_twice(claim: Claim, platfor
     job_id = begin(claim)
     gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
     moved = replace(claim, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
-    message = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--cancel-old"
+    message = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--replace"
     with pytest.raises(RunIsLive, match=message):
         moved.reattach_or_create()
-    start = moved.config.start.model_copy(update={"others": "cancel"})
-    assert replace(moved, config=moved.config.model_copy(update={"start": start})).reattach_or_create().attempt == 2
+    launch = moved.config.launch.model_copy(update={"if_running": "cancel"})
+    assert replace(moved, config=moved.config.model_copy(update={"launch": launch})).reattach_or_create().attempt == 2
     assert job_id not in platform.live()
 
 
@@ -184,7 +184,7 @@ def test_jobs_are_cancelled_in_parallel_and_remains_are_logged(tmp_path: Path) -
 def test_cancel_request_is_detected_without_a_live_job(
     claim_named: Callable[..., Claim],
 ) -> None:
-    trial = claim_named(RUN, start=StartSettings(sweep="gpt-aaaaaaaaaa"))
+    trial = claim_named(RUN, launch=LaunchSettings(sweep="gpt-aaaaaaaaaa"))
     index = trial.attempts.index
     for name in (RUN, RUN, "gpt-aaaaaaaaaa"):
         watch = CancelWatch(index, trial.names)
@@ -215,17 +215,17 @@ def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) 
     assert begin(claim_on(platform, tmp_path / "first", RUN)) not in jobs
 
 
-def settle(claim: Claim, others: str = "refuse", sweep: str | None = None) -> DamagedRecords:
+def settle(claim: Claim, if_running: str = "refuse", sweep: str | None = None) -> DamagedRecords:
     """As the pipeline does before it starts anything, for another key of the same name."""
-    start = {"start": StartSettings.model_validate({"others": others, "sweep": sweep})}
+    launch = {"launch": LaunchSettings.model_validate({"if_running": if_running, "sweep": sweep})}
     return resolve_name_conflicts(
-        claim.config.model_copy(update=start), run="gpt-9999999999", open_platform=claim.attempts.open_platform
+        claim.config.model_copy(update=launch), run="gpt-9999999999", open_platform=claim.attempts.open_platform
     )
 
 
 def test_live_job_of_the_same_name_refuses_a_new_run(claim: Claim, platform: StrictPlatform) -> None:
     job_id = begin(claim)
-    message = r"gpt-0123456789 is already running.*means gpt-9999999999.*--cancel-old.*--new"
+    message = r"gpt-0123456789 is already running.*means gpt-9999999999.*--replace.*--allow-duplicate"
     with pytest.raises(RunIsLive, match=message):
         settle(claim)
     settle(claim, "keep")
@@ -244,7 +244,7 @@ def test_ended_jobs_and_trials_of_one_sweep_are_no_conflict(
     begin(claim_named("gpt-large-0123456789"))
     platform.end(begin(claim_named("gpt-5555555555")), JobState.FAILED)
     settle(claim_named(RUN))
-    begin(trial := claim_named(RUN, start=StartSettings(sweep="gpt-aaaaaaaaaa")))
+    begin(trial := claim_named(RUN, launch=LaunchSettings(sweep="gpt-aaaaaaaaaa")))
     settle(trial, sweep="gpt-aaaaaaaaaa")
     with pytest.raises(RunIsLive):
         settle(trial, sweep="gpt-bbbbbbbbbb")
@@ -259,7 +259,7 @@ def siblings(claim_named: Callable[..., Claim], platform: StrictPlatform) -> Cal
 
     def make(count: int, *, attempts: int, ended: bool = True) -> None:
         for number in range(count):
-            claim = claim_named(f"gpt-{number:010x}", start=StartSettings(sweep=SWEEP))
+            claim = claim_named(f"gpt-{number:010x}", launch=LaunchSettings(sweep=SWEEP))
             for attempt in range(1, attempts + 1):
                 job_id = begin(claim)
                 if ended or attempt < attempts:
@@ -276,7 +276,7 @@ def test_a_trial_begins_after_one_read_of_each_live_sibling(
 ) -> None:  # fmt: skip
     """One list of the index, and a read of each of the 20 siblings that has not ended."""
     siblings(20, attempts=attempts, ended=ended)
-    trial, made = claim_named(RUN, start=StartSettings(sweep=SWEEP)), list[str]()
+    trial, made = claim_named(RUN, launch=LaunchSettings(sweep=SWEEP)), list[str]()
     for verb in ("list", "read"):
         real = getattr(LocalStorage, verb)
         monkeypatch.setattr(LocalStorage, verb, counted(real, made))
@@ -296,7 +296,7 @@ def test_a_damaged_or_unreachable_sibling_stops_no_trial(
     siblings: Callable[..., None], claim_named: Callable[..., Claim], platform: StrictPlatform, tmp_path: Path
 ) -> None:
     siblings(3, attempts=1, ended=False)
-    trial = claim_named(RUN, start=StartSettings(sweep=SWEEP))
+    trial = claim_named(RUN, launch=LaunchSettings(sweep=SWEEP))
     platform.silence(True)
     assert settle(trial, sweep=SWEEP) == {}
     (tmp_path / "index/gpt-0000000001/1.json").write_text("{")
@@ -315,7 +315,7 @@ def test_moved_root_still_finds_its_jobs(platform: StrictPlatform, tmp_path: Pat
     moved = claim_on(platform, new, RUN)
     [found] = moved.attempts.all()
     assert (found.record.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
-    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was; .*--cancel-old"):
+    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was; .*--replace"):
         moved.reattach_or_create()
     assert moved.attempts.cancel() == [job_id]
     assert moved.reattach_or_create().attempt == 2

@@ -26,7 +26,7 @@ def swept(tiny: Callable[..., RunConfig]) -> Callable[..., SweepConfig]:
     """Makes configs of sweeps: `swept({"sweep.trials": 9})`."""
 
     def make(changes: Mapping[str, Any] | None = None, sweep: Mapping[str, Any] = DRAWN) -> SweepConfig:
-        document = {**tiny().model_dump(mode="json", exclude={"start"}), "sweep": sweep}
+        document = {**tiny().model_dump(mode="json", exclude={"launch"}), "sweep": sweep}
         return validated(SweepConfig, overridden(document, changes or {}), where="sweep")
 
     return make
@@ -38,7 +38,7 @@ def swept(tiny: Callable[..., RunConfig]) -> Callable[..., SweepConfig]:
         {"sweep.trials": 60}, {"sweep.max_parallel": 4}, {"sweep.max_gpu_hours": 1}, {"root": "elsewhere"},
         {"platform.processes": 1, "platform.grace_period": 9, "platform.usd_per_hour": 2},
         {"train.checkpoint_every": 2},
-        {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "start.max_usd": 1}, {"workers.count": 3},
+        {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "budget.max_usd": 1}, {"workers.count": 3},
     ],
 )  # fmt: skip
 def test_a_sweep_keeps_its_name_where_what_it_finds_stays_the_same(swept: Any, changes: dict[str, Any]) -> None:
@@ -61,10 +61,10 @@ def test_a_sweep_has_another_name_where_it_would_find_something_else(swept: Any,
 def test_a_trial_has_the_money_of_the_config_and_is_told_by_four_digits_and_the_run_that_its_settings_mean(
     swept: Any, tiny: Callable[..., RunConfig]
 ) -> None:
-    rich = {"platform.usd_per_hour": 2, "start.max_usd": 1}
+    rich = {"platform.usd_per_hour": 2, "budget.max_usd": 1}
     trial = trial_of(swept(rich), {"train.learning_rate": 0.0012345678, "model.config.n_layer": 2})
-    assert (trial.config.start.max_usd, trial.config.start.sweep) == (1, sweep_name(swept()))
-    assert trial.config.start.trial == "learning_rate=0.001235, n_layer=2"
+    assert (trial.config.budget.max_usd, trial.config.launch.sweep) == (1, sweep_name(swept()))
+    assert trial.config.launch.trial == "learning_rate=0.001235, n_layer=2"
     alone = tiny({"train.learning_rate": 0.0012345678, "model.config.n_layer": 2})
     assert plan_run(trial.config).name == plan_run(alone).name
 
@@ -121,7 +121,7 @@ def continued(sweep: SweepConfig, *, most: int = 100) -> list[Mapping[str, Any]]
         search.tell(number, [1.0])
         run = f"{sweep.name}-{number:010x}"
         record = AttemptRecord(
-            run=run, name=sweep.name, key=f"{number:010x}", attempt=1, nonce="0a1b2c", sweep=trial.config.start.sweep,
+            run=run, name=sweep.name, key=f"{number:010x}", attempt=1, nonce="0a1b2c", sweep=trial.config.launch.sweep,
             config=trial.config.model_dump(mode="json"), platform={}, job_id=JobId("job"),
             directory=str(Path(sweep.root, "runs", run, "attempts", "1")), user="me", host="here", machine="m",
             created=time.time(),

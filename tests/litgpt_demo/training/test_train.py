@@ -353,7 +353,7 @@ def test_a_training_whose_budget_is_spent_saves_and_resumes(
     first = {"kind": "start", "step": 0, "attempt": 3, "node_started": time() - 60}
     (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")
     assert seconds_left(open_storage(str(run)), 100) == pytest.approx(40, abs=5)
-    with pytest.raises(UserError, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):
+    with pytest.raises(UserError, match=r"the budget is spent, and step \d+ is saved; raise budget\.max_usd"):
         main(["--run", str(run), "--seconds", "50"])
     saved = newest(run).step
     assert 0 < saved < 12

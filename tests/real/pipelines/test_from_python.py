@@ -25,7 +25,7 @@ def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_wo
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(prefect_home()))
     config = tmp_path / "tiny.yaml"
-    config.write_text(yaml.safe_dump(tiny().model_dump(mode="json", exclude={"start"})))
+    config.write_text(yaml.safe_dump(tiny().model_dump(mode="json", exclude={"launch"})))
     changes = {"train.max_steps": 6, "train.betas": [0.9, 0.99]}
     # A script or a kernel that ends, and with it whoever reads what the command prints.
     lines = f"from cli.api import submit; submit({str(config)!r}, {changes!r})"

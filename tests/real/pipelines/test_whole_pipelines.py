@@ -41,7 +41,7 @@ def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twi
     steps = {"train.max_steps": 80, "train.evaluate_every": 4, "train.checkpoint_every": 80, "train.global_batch": 32}
     space = {"train.learning_rate": {"kind": "log-uniform", "low": 1e-6, "high": 3e-2}}
     search = {"space": space, "sampler": "tpe", "trials": 12, "prune": "asha", "max_parallel": 3}
-    document = tiny({**steps, "name": "search"}).model_dump(mode="json", exclude={"start"}) | {"sweep": search}
+    document = tiny({**steps, "name": "search"}).model_dump(mode="json", exclude={"launch"}) | {"sweep": search}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(document))
     command = [str(Path(sys.executable).with_name("train-litgpt")), "sweep", str(tmp_path / "sweep.yaml")]
 
@@ -75,17 +75,17 @@ def test_a_run_leaves_before_its_budget_is_passed_and_goes_on_when_that_is_raise
     """A second costs a dollar. On a busy machine the start of the job is half of them."""
     endless = {"train.max_steps": 1_000_000, "train.evaluate_every": 1_000_000, "train.checkpoint_every": 1_000_000}
     money = {"platform.usd_per_hour": 3600, "platform.grace_period": 40}
-    config = tiny({**endless, **money, "start.max_usd": 140})
+    config = tiny({**endless, **money, "budget.max_usd": 140})
     run = plan_run(config)
-    with pytest.raises(JobFailed, match=r"the budget is spent, and step \d+ is saved; raise start\.max_usd"):
+    with pytest.raises(JobFailed, match=r"the budget is spent, and step \d+ is saved; raise budget\.max_usd"):
         run_again(config)
     saved = list_complete(run.storage)[0]
     spent = ledger(attempt_times(Index(run.root), run.name), read_metrics(run.storage))
     assert saved.step > 0
     assert 95 < sum(spent.held.values()) < 140
-    with pytest.raises(LauncherError, match=r"the budget is spent: .* has cost \$\d+\.\d\d of start\.max_usd=140"):
+    with pytest.raises(LauncherError, match=r"the budget is spent: .* has cost \$\d+\.\d\d of budget\.max_usd=140"):
         run_again(config)
-    done = run_again(tiny({**endless, **money, "start.max_usd": 4000, "train.max_time": f"{saved.seconds + 1}s"}))
+    done = run_again(tiny({**endless, **money, "budget.max_usd": 4000, "train.max_time": f"{saved.seconds + 1}s"}))
     assert done.final.run == run.name
     assert done.final.step > saved.step
     assert [record.attempt for record in Index(run.root).records(run.name)] == [1, 2]

@@ -33,7 +33,7 @@ LONG = {"train.global_batch": 32, "train.max_steps": 80, "train.evaluate_every":
 
 def submitted(served: Any, config: RunConfig) -> UUID:
     """The flow run that our command line creates, met in the middle of its training."""
-    settings = config.model_dump(mode="json", exclude={"start"})
+    settings = config.model_dump(mode="json", exclude={"launch"})
     changes = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
     said = served.call(str(Path(sys.executable).with_name("train-litgpt")), "submit", "local", *changes)
     storage = plan_run(config).storage

@@ -331,7 +331,7 @@ def test_run_moves_from_this_machine_to_slurm_or_back(slurm: Cluster, tmp_path: 
 
     def config_on(kind: str) -> ScriptConfig:
         document = {"root": str(tmp_path / "root"), "script": str(script), "platform": sections[kind]}
-        return validated(ScriptConfig, {**document, "start": {"others": "cancel"}}, where="test")
+        return validated(ScriptConfig, {**document, "launch": {"if_running": "cancel"}}, where="test")
 
     for old, new in (("local", "slurm"), ("slurm", "local")):
         claim = running_job(config_on(old))
