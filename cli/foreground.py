@@ -115,11 +115,9 @@ class Tracker:
 
     @property
     def jobs(self) -> list[JobChanged]:
-        """Return the jobs that have not ended, oldest first."""
         return [job for job in list(self._jobs.values()) if job.phase != "ended"]
 
     def settle(self, seconds: float) -> None:
-        """Wait until no submission is in progress, at most `seconds`."""
         deadline = time.monotonic() + seconds
         while any(job.phase == "submitting" for job in self.jobs) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -194,7 +192,6 @@ class Watch:
         return self._displays[TRIAL.get()]
 
     def waiting(self, what: str) -> None:
-        """Show the reason for the wait before the first step."""
         self._clear(None)
         self._live(None, what)
         if not self._console.is_terminal:
@@ -322,8 +319,6 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
 
 
 class _ShutdownHandler:
-    """Ends this process after a signal: prints one message, and ends the flow runs in Prefect."""
-
     def __init__(self, tracker: Tracker, result: Future[Any], signals: SimpleQueue[int | None]) -> None:
         self._tracker, self._result, self._signals = tracker, result, signals
         self._deadline = time.monotonic() + _LEAVE
@@ -374,8 +369,6 @@ class _ShutdownHandler:
         return number not in {None, signal.SIGHUP}
 
     def _cancel(self, jobs: Sequence[JobChanged]) -> bool:
-        """Cancel the jobs, and print for each the proof or the reason against it; return True if all are cancelled."""
-
         def cancel_all() -> bool:
             self._tracker.settle(_SUBMISSION)
             with ThreadPoolExecutor(max_workers=16) as pool:

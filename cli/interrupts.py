@@ -77,7 +77,6 @@ def _install(handler: Callable[[int, FrameType | None], Any]) -> dict[int, Any]:
 
 
 def _end_command(number: int, _frame: FrameType | None) -> None:
-    """End a command through its `finally` blocks, or without them if they take too long."""
     answer_at_once()  # to the next signal
     with contextlib.suppress(OSError):  # the terminal is gone
         os.write(2, b"\ninterrupted\n")

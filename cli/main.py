@@ -89,7 +89,6 @@ def program(
 
 
 def _configs() -> list[str]:
-    """Return the configs that a shell completes: those of this folder and the shipped ones."""
     return sorted(map(str, [*Path().glob("*.yaml"), *Path("deployments/configs").glob("**/*.yaml")]))
 
 
@@ -101,7 +100,6 @@ def _targets(context: typer.Context) -> list[str]:
 
 
 def _select_console(is_json: bool) -> bool:
-    """Print messages for people to standard error if standard output is for a JSON document."""
     global console
     if is_json:
         console = stderr
@@ -139,7 +137,6 @@ _SPARED = ("flow run", "attempts", "platform", "age")  # columns that a narrow t
 
 
 def main() -> None:
-    """The console script."""
     accept_any_text()
     with errors_for_people():
         settle_proxies(os.environ)
@@ -163,7 +160,6 @@ def errors_for_people() -> Iterator[None]:
 
 
 def _problem_of_prefects_settings(error: ValueError) -> str:
-    """Return which files have the settings that Prefect could not read when it was imported, and how to continue."""
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
     files = (file.absolute() for file in (profiles, Path("prefect.toml"), Path("pyproject.toml")) if file.is_file())
@@ -339,7 +335,6 @@ def _folders(target: str, overrides: list[str] | None, profile: Path | None, roo
 
 
 def _folder(target: str, root: str) -> Storage:
-    """Return the folder of a single run."""
     folders = _folders(target, None, None, root)
     if len(folders) > 1:
         raise ConfigProblem(f"{target} is a sweep of {len(folders)} runs; name one: `train-litgpt status {target}`")
@@ -798,7 +793,6 @@ def _confirm(question: str, as_json: bool) -> bool:
 
 
 def target_of(name: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
-    """Return the run or sweep of a command: by its name or folder, or by its config."""
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return find_started_with(read_config(Path(name), overrides, profile))
     if overrides:
@@ -809,7 +803,6 @@ def target_of(name: str, overrides: list[str] | None, profile: Path | None, root
 
 
 def _print_json(result: T) -> T:
-    """Print the result of a command if `--json` is given; return it."""
     if console is stderr:
         document = json.loads(json.dumps(to_jsonable_python(result)), parse_constant=str)  # JSON has no NaN: "NaN"
         typer.echo(json.dumps(document, indent=1))

@@ -95,7 +95,6 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
 
 
 def _is_served(port: int) -> bool:
-    """Return whether our own server, known by its process, listens on a port; refuse one that another program uses."""
     with suppress(psutil.NoSuchProcess):
         process = serving.live("server")
         if process is not None:
@@ -128,7 +127,6 @@ def deploy() -> None:
 
 
 def _notify() -> str:
-    """Take the address for notices out of the environment."""
     notify = os.environ.pop(NOTIFY, "")  # no process that is started here needs it, and who has it may write there
     if notify and not notify.startswith(("https://", "http://")):
         raise ConfigProblem(f"{NOTIFY} is not the address of a webhook", fix="give one that begins with https://")
@@ -139,7 +137,6 @@ def _notify() -> str:
 
 
 def _deploy() -> None:
-    """Create the work pool if there is none, and the deployments of prefect.yaml."""
     pool = prefect("work-pool", "inspect", POOL, check=False) == 0
     if not pool:
         prefect("work-pool", "create", POOL, "--type", "process")
@@ -180,7 +177,6 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def prefect(*arguments: str, check: bool = True) -> int:
-    """Call Prefect's command line; return its exit code."""
     command = [*PYTHON, "-m", "prefect", "--no-prompt", *arguments]
     done = subprocess.run(command, cwd=serving.workplace(), capture_output=True, text=True, check=False)
     if check and done.returncode != 0:
@@ -189,7 +185,6 @@ def prefect(*arguments: str, check: bool = True) -> int:
 
 
 def _start(name: str, command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Start the server or the worker in a session of its own, with its log and its pid in our folder."""
     log = serving.kept_file(f"{name}.log")
     close_folder(log.parent)
     log.touch(mode=0o600)
@@ -202,7 +197,6 @@ def _start(name: str, command: Sequence[str], more: Mapping[str, str] = MappingP
 
 
 def _end(name: str) -> bool:
-    """End the server or the worker; return whether it lived."""
     lived, give_up_at = False, time.monotonic() + _GRACE
     while (process := serving.live(name)) is not None:
         with suppress(psutil.NoSuchProcess):
@@ -269,7 +263,6 @@ async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -
 
 
 async def _roots() -> set[str]:
-    """Return the default root, and the roots of this server's flow runs if it answers."""
     import httpx
     from prefect.client.orchestration import get_client
 

@@ -199,7 +199,6 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
 
 
 def root_of(parameters: Mapping[str, Any]) -> str:
-    """Return the root that a flow run with these parameters writes under."""
     overrides = parameters.get("overrides") or {}
     return str(overrides.get("root") or parameters.get("root") or RunConfig.model_fields["root"].default)
 
@@ -216,7 +215,6 @@ def platform_of(parameters: Mapping[str, Any]) -> PlatformConfig | None:
 
 
 def config_from(kind: type[AnyConfig], parameters: Mapping[str, Any]) -> AnyConfig:
-    """Return the config that a flow's parameters make, `overrides` applied."""
     sections = {name: value for name, value in parameters.items() if isinstance(value, Settings)}
     warn_partial_sections(sections)
     document = {name: value for name, value in parameters.items() if name != "overrides"}

@@ -161,7 +161,6 @@ async def crash_orphans(
 
 
 def _beats(number: str, flow_run: Any) -> dict[str, tuple[int, int | None]]:
-    """Return the last heartbeat of each lease that a flow run holds; none if its root cannot be read from here."""
     with suppress(TrainLitgptError, KeyError):
         index = Index.of(root_of(flow_run.parameters))
         held = {run: Lease(index, run).beat_of(number) for run in index.attempts_of_flow_run(number)}

@@ -125,7 +125,6 @@ class OwnServer:
         _configure({"PREFECT_API_URL": self._address, serving.AUTH: secret})
 
     def wait(self) -> None:
-        """Return when the server answers."""
         with httpx.Client(trust_env=False, timeout=_ANSWER_SECONDS) as client:
             while time.monotonic() < self._deadline:
                 code = self._process.poll()
@@ -179,7 +178,6 @@ def server_problems() -> Iterator[None]:
 
 
 def _why(error: BaseException) -> str:
-    """Return the innermost reason on one line: Prefect wraps httpx's errors without their words."""
     while isinstance(error, RuntimeError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, httpx.HTTPStatusError):

@@ -130,7 +130,6 @@ class _Sweep:
         self._newest = dict[int, tuple[int, float, bool]]()  # evaluations that are about to be judged
 
     def resume_trials(self) -> None:
-        """Record the trials that have ended already, and queue those that have begun."""
         pruned, bad = set(self.storage.list()), DamagedRecords()
         draws = existing_trial_params(self.config, self.index, bad)
         if bad:
@@ -197,7 +196,6 @@ class _Sweep:
         return is_spent
 
     async def worker_loop(self) -> None:
-        """Carry out trials, one after the other, until there are no more."""
         while True:
             TRIAL.set("")
             async with self._ask_lock:  # in a thread, and one at a time: the search counts its trials

@@ -76,7 +76,6 @@ async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalMani
 
 
 async def train_planned(run: Run) -> FinalManifest:
-    """Train a planned run."""
     PLANNED.set(run)
     final: FinalManifest = await train_litgpt(**dict(run.config))
     return final

@@ -101,7 +101,6 @@ def _figure(value: float) -> str:
 
 
 def pairs_table(result: NetworkTestResult) -> list[dict[str, str]]:
-    """Return one row per pair of nodes, the slowest first."""
     rows = []
     for pair, speed in sorted(result.pairs.items(), key=lambda item: item[1]):
         machines = " and ".join(result.hosts[node] for node in pair)
@@ -114,7 +113,6 @@ def pairs_table(result: NetworkTestResult) -> list[dict[str, str]]:
 
 
 def lead(result: NetworkTestResult) -> str:
-    """Return the result in a sentence."""
     best = result.best
     text = f"{best.ranks} ranks on {result.nodes} nodes reach {_figure(best.busbw)} GB/s ({result.backend}, busbw)"
     slow = ", ".join(f"node {node} ({result.hosts[node]})" for node in result.slow)
@@ -122,7 +120,6 @@ def lead(result: NetworkTestResult) -> str:
 
 
 def markdown(results: Sequence[NetworkTestResult]) -> str:
-    """Return the results as an artifact of Prefect."""
     parts = [lead(results[0])]
     for rows in filter(None, (table(results), pairs_table(results[0]))):
         lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]

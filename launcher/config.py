@@ -432,7 +432,6 @@ def overrides_of(assignments: Sequence[str]) -> dict[str, Any]:
 
 
 def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `document` with each dotted name set to its value by `deep_merge`."""
     result = dict(document)
     for name, changes in overrides.items():
         for part in reversed(name.split(".")):
@@ -465,7 +464,6 @@ def deep_merge(
 
 @cache
 def _mappings() -> frozenset[str]:
-    """Return the dotted names of the settings that are mappings with names of the user's own."""
     found = set[str]()
 
     def visit(annotation: Any, name: str) -> None:
@@ -542,8 +540,6 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
 
 
 def _unknown_setting(kind: type[Settings], section: Sequence[str | int], name: str) -> str:
-    """Return the message for a setting that a section lacks, with the nearest settings of it. At the top they may also
-    be settings of a section."""
     siblings = _settings_in(kind, section)
     candidates: dict[str, str] = {}
     if not section:
@@ -558,7 +554,6 @@ def _unknown_setting(kind: type[Settings], section: Sequence[str | int], name: s
 
 
 def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str]:
-    """Return the settings of a section; its location has the kind of each union's branch, as pydantic names it."""
     branches = [kind]
     for part in section:
         kinds = {branch: branch.model_fields.get("kind") for branch in branches}
@@ -573,5 +568,4 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
 
 
 def _fields_of(kind: Any) -> dict[str, FieldInfo]:
-    """Return the settings of a section by the names that users write; a plain type has none."""
     return dict(getattr(kind, "model_fields", {}))

@@ -38,7 +38,6 @@ class Entry:
     """`$(NAME)` in the value stands for another variable, which must come before; otherwise the value is literal."""
 
     def as_object(self) -> dict[str, Any]:
-        """Return the entry as an item of a container's `env`."""
         if self.field is not None:
             return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": self.field}}}
         if self.secret is not None:
@@ -149,7 +148,6 @@ def _conflicts(by_job: Mapping[str, Entry], others: Mapping[str, Entry]) -> Iter
 
 
 def as_rows(entries: Iterable[Entry]) -> tuple[dict[str, str], ...]:
-    """Return the variables as a table, for people."""
     return tuple(
         {
             "variable": entry.name,

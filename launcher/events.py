@@ -38,8 +38,6 @@ SCRIPT_STEPS = (Step.IMAGE, Step.CREDENTIALS, Step.SCRIPT)
 
 @dataclass(frozen=True, kw_only=True)
 class StepStarted:
-    """A step began."""
-
     step: Step
     what: str = ""
 
@@ -78,8 +76,6 @@ class MetricsKnown:
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """A line that a job printed."""
-
     line: str
 
 

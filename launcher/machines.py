@@ -29,8 +29,6 @@ class ListPrice:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine type."""
-
     name: str
     gpu: str
     """Value of the node label cloud.google.com/gke-accelerator."""

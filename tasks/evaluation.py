@@ -150,7 +150,6 @@ async def evaluate_checkpoint(run: Run, step: int) -> None:
 async def _evaluated(
     run: Storage, evaluation: EvaluationConfig, path: str, *, parameters: int, step: int | None = None, gpu: bool = True
 ) -> Evaluation:
-    """Score a model in a process of its own, whose whole output is stored next to the scores."""
     needed, room = 4 * parameters, host_memory()
     if needed > room and not (gpu and gpu_names()):
         what = f"the weights of {run.address()} take {bytes_text(needed)} in float32, and this machine has "

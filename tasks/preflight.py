@@ -79,7 +79,6 @@ async def preflight(claim: Claim, work: Run | Script) -> None:
 async def _in_parallel(
     inputs: Coroutine[Any, Any, T], image: Coroutine[Any, Any, SoftwareIdentity]
 ) -> tuple[T, SoftwareIdentity]:
-    """Do both steps at once. An error of one, or a cancellation, ends the other without delay."""
     preparing, building = asyncio.create_task(inputs), asyncio.create_task(image)
     try:
         return await asyncio.gather(preparing, building)

@@ -237,8 +237,6 @@ class LiveReport:
         return _report_of(self._run, self.dataset, self.identity, final, live=live, ended=ended)
 
     async def _write(self, *, live: bool, ended: str = "") -> bool:
-        """Write report.html. Returns False if nothing was started yet, the page is published, or writing fails."""
-
         def write() -> bool:
             made = self._made(live=live, ended=ended)
             is_published = made.final is not None and made.final.complete and self._run.storage.exists(MANIFEST)
@@ -254,7 +252,6 @@ class LiveReport:
 
 @contextmanager
 def _warning() -> Iterator[None]:
-    """Turn an error of the report into a warning: the run continues."""
     try:
         yield
     except Exception as error:  # of any kind: it must not hide why the run itself ended

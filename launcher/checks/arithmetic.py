@@ -158,8 +158,6 @@ def _shardings(needs: Needs) -> list[str]:
 
 
 def _speed(config: RunConfig, metrics: Sequence[Row]) -> tuple[float | None, str]:
-    """Return the bus bandwidth among the nodes in bytes per second, and that in words. It is the last measurement of
-    the run's network test, or the least that the network is known for."""
     nodes, fabric = config.platform.nodes, config.platform.fabric
     measured = [row for row in metrics if row["kind"] == "network" and row.get("nodes") == nodes and row.get("busbw")]
     floor = None if fabric is None else fabric.node.floor(nodes)
@@ -273,8 +271,6 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
 
 
 def _fix_of_memory(needs: Needs, device: Device) -> str:
-    """Return the change that fits and costs least time. If no setting is enough, that is shorter samples, then more
-    processes or a smaller model."""
     train, leanest, changes = needs.train, needs, dict[str, Any]()
     for changes in _cheaper(needs):
         leanest = _with(needs, **changes)
@@ -308,7 +304,6 @@ def _more_processes(needs: Needs, device: Device) -> str:
 
 
 def _cheaper(needs: Needs) -> Iterator[dict[str, Any]]:
-    """Yield changes that take less memory, the fastest first. A micro-batch divides a process's share of the batch."""
     train = needs.train
     share = train.global_batch // needs.world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]

@@ -109,7 +109,6 @@ def plan_of(config: AnyConfig) -> Plan:
 
 
 def _about_access(platform: Platform, findings: Sequence[Finding]) -> list[Finding]:
-    """Query the platform unless a finding says already that it cannot be reached."""
     problems = [finding.code for finding in findings if finding.severity in {"error", "unknown"}]
     if any(code.startswith(platform.name) for code in problems):
         return []
@@ -130,7 +129,6 @@ def _about_restarts(config: RunConfig | ScriptConfig) -> list[Finding]:
 
 
 def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:
-    """Return what a config would start first, by the title that distinguishes one of several."""
     if isinstance(config, SweepConfig):
         every = trials(config)
         runs = runs_of(every, preview_dataset if preview else plan_dataset)
@@ -184,7 +182,6 @@ class Inspection:
 
     @property
     def vocabulary(self) -> int | None:
-        """Return the number of ids of the run's tokenizer, None if it is not known yet."""
         tokenizer = self.run.config.data.tokenizer
         if isinstance(tokenizer, TrainedTokenizer):
             return tokenizer.vocab_size
@@ -207,7 +204,6 @@ class Inspection:
 
     @cached_property
     def saved_step(self) -> int:
-        """Return the step of the run's last checkpoint, 0 without one."""
         if self.unreachable:
             return 0
         complete = checkpoints.list_complete(self.run.storage)
@@ -215,7 +211,6 @@ class Inspection:
 
     @property
     def remaining_steps(self) -> int | None:
-        """Return the steps after the last checkpoint, None if those of the run are not known."""
         return None if self.steps is None else max(0, self.steps - self.saved_step)
 
     def tokens(self, steps: int | None) -> int:
@@ -227,7 +222,6 @@ class Inspection:
 
     @property
     def cost(self) -> arithmetic.Expected | None:
-        """Return time and price of the remaining steps, None if they or the machines' GPUs are not known."""
         platform = self.run.config.platform
         seconds = arithmetic.seconds_for(self.run.config, self.flops(self.remaining_steps))
         machine = platform.machine_type
@@ -236,7 +230,6 @@ class Inspection:
         return arithmetic.expected(replace(machine, price=platform.price), nodes=platform.nodes, seconds=seconds)
 
     def row(self, step: Step) -> dict[str, str]:
-        """Return what a step of the pipeline would do, and where."""
         run = self.run
         match step:
             case Step.DATASET:
@@ -259,7 +252,6 @@ class Inspection:
         return {"step": step, "would": action, "where": place}
 
     def preparation(self) -> str:
-        """Return what the dataset step would do."""
         if self.dataset is not None:
             return f"nothing: done, {count_text(self.dataset.train.tokens)} training tokens"
         planned, workers = self.run.dataset, self.run.config.workers
@@ -277,7 +269,6 @@ class Inspection:
         return action
 
     def training(self) -> str:
-        """Return what the training step would do, with the cost of the remaining steps."""
         length = f"{self.steps:,} steps" if self.steps else "one pass over the data"
         if self.unreachable:
             action = f"unknown: continue from the last checkpoint, or train {length}"
@@ -356,7 +347,6 @@ class _Memo:
 
 
 def _blockers(inspections: Sequence[Inspection]) -> list[list[Finding]]:
-    """Return the findings that block each of these."""
     memo = _Memo()
     blockers = []
     for inspection in inspections:
@@ -468,7 +458,6 @@ def _about_parallel(config: AnyConfig, inspections: Sequence[Inspection]) -> lis
 
 
 def _grouped(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Finding]:
-    """Return each finding once, prefixed with the trials or jobs that it is about unless it is about all of them."""
     titles_of: dict[Finding, list[str]] = {}
     for title, findings in zip(titles, found, strict=True):
         for finding in dict.fromkeys(findings):
@@ -484,7 +473,6 @@ def _grouped(titles: Sequence[str], found: Sequence[list[Finding]]) -> list[Find
 
 
 def _amount_to_read(planned: PlannedDataset) -> str:
-    """Return how much is read: with `max_bytes`, the files that contain so much if all their bytes are text."""
     read = files = size = 0
     for part in planned.parts or (planned,):
         ends = list(accumulate((source.size for source in part.sources), initial=0))

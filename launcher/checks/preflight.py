@@ -73,7 +73,6 @@ def check_access(config: RunConfig | ScriptConfig) -> str:
 
 
 def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Yield the problems of data, model and training that do not depend on the platform."""
     train, model = config.train, config.model
     has_weights = model.init_from is not None
     problem = catalogue.vocabulary_problem(model.name, model.config, vocab_size=vocab_size, has_weights=has_weights)
@@ -165,7 +164,6 @@ def origin_problems(run: Run, origin: InitialWeights, *, vocab_size: int) -> Ite
 
 
 def check_evaluation(evaluation: EvaluationConfig) -> Iterator[Finding]:
-    """Check that the evaluation harness is installed, and that the folder of the user's own tasks exists."""
     missing = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"evaluation needs packages that are not installed: {', '.join(missing)}"
@@ -219,7 +217,6 @@ def _check_region(root: str, region: str | None) -> Iterator[Finding]:
 
 
 def check_root(root: str) -> Iterator[Finding]:
-    """Check that files can be written under the root, and that its disk has space."""
     if bucket_path(root) is not None:
         return  # the credentials step checks it with a real write
     path = Path(root).expanduser().resolve()
@@ -260,7 +257,6 @@ def check_workers(workers: Workers) -> list[Finding]:
 
 
 def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Finding]:
-    """Yield what blocks a user's own script: the script itself, and root, image and platform."""
     config = script.config
     files = script.code.paths if script.code else ()
     program, setting = config.program[0], f"script={config.script!r}"

@@ -58,8 +58,6 @@ _FIXES = {
 
 
 class CloudBuild:
-    """Cloud Build in the image's project."""
-
     def __init__(self, image: CloudBuildImage, root: str, pause: Pause) -> None:
         self._image, self._root, self._pause = image, root, pause
         self._parent = f"projects/{image.billed}/locations/{image.location}"
@@ -133,7 +131,6 @@ class CloudBuild:
             raise
 
     def _cancel(self, build: Any, log: Log) -> None:
-        """Cancel a build of ours; where that fails, what we were stopped by is still the reason that is reported."""
         try:
             with google_errors(CLOUD_BUILD, f"cancelling build {build.id}"):
                 self._client.cancel_build(name=build.name, id=build.id, project_id=self._image.billed, timeout=_LIMIT)

@@ -150,7 +150,6 @@ def run_engine(
 
 
 def _follow(process: subprocess.Popen[str], log: Log, pause: Pause) -> list[str]:
-    """Return the last lines of a process after its end."""
     lines, tail = SimpleQueue[str | None](), deque[str](maxlen=TAIL)
 
     def read() -> None:

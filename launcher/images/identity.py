@@ -54,7 +54,6 @@ class SoftwareIdentity:
         return f"commit {self.commit[:10]}{' with changes' if self.dirty else ''}" if self.commit else ""
 
     def listed(self, *names: str) -> list[str]:
-        """Name and version of those of the packages that are known."""
         return [f"{name} {self.packages[name]}" for name in names if name in self.packages]
 
 

@@ -272,8 +272,6 @@ class _Registry:
                 return
 
     def _log_in(self, challenge: str) -> bool:
-        """Answer a challenge in all further questions; False where that takes an account, and there is none.
-        Access tokens: https://distribution.github.io/distribution/spec/auth/token/."""
         scheme, _, rest = challenge.partition(" ")
         parameters, login = dict(re.findall(r'(\w+)="([^"]*)"', rest)), stored_login(self._reference.host)
         if scheme.lower() == "basic" and login:

@@ -38,7 +38,6 @@ class NetworkSettings(Settings):
 
 
 def _settings_of(carrier: Carrier) -> Any:
-    """Return the base with the settings of all networks that a carrier has."""
     found = [network.settings[carrier] for network in NETWORKS.values() if carrier in network.settings]
     specific = [settings for settings in found if not any(settings in base.__mro__[1:] for base in found)]
     # In a form the fields of the last base come first.
@@ -47,7 +46,6 @@ def _settings_of(carrier: Carrier) -> Any:
 
 
 def _name_of(carrier: Carrier) -> Any:
-    """Return the type of the field `network`: the names of the networks that a carrier has, and the help text."""
     titles = {name: network.title for name, network in NETWORKS.items() if carrier in network.settings}
     listed = ", ".join(f"{name} ({title})" for name, title in titles.items())
     return Annotated[Literal[tuple(titles)], Field(description=f"How nodes reach each other: {listed}.")]
@@ -72,7 +70,6 @@ def networks_of(machine: Machine) -> tuple[str, ...]:
 
 
 def chosen_network(section: Any, carrier: Carrier, *, host_network: bool = False) -> Network:
-    """Return the network that a `platform` section names."""
     context = NetworkContext(machine=section.machine_type, carrier=carrier, host_network=host_network)
     return NETWORKS[section.network].make(context, section)
 

@@ -134,8 +134,6 @@ class Carrier(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkContext:
-    """The nodes that a network is made for."""
-
     machine: Machine | None = None
     carrier: Carrier = Carrier.PODS
     host_network: bool = False

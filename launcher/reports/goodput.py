@@ -78,8 +78,6 @@ def attempt_times(index: Index, run: str) -> list[AttemptTimes]:
 
 @dataclass(frozen=True)
 class _Span:
-    """The time until a moment, and what it was spent on."""
-
     until: float | None
     """Seconds since the epoch. A span books nothing if its end is unknown or has passed."""
     part: Part
@@ -121,7 +119,6 @@ class Ledger:
 
     @property
     def usd(self) -> float:
-        """The cost of all parts in dollars."""
         return sum(self.cost.values())
 
     @property
@@ -171,7 +168,6 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
 def _spans(
     attempt: AttemptTimes, following: AttemptTimes | None, all_lives: Sequence[_Life], rows: Sequence[Row]
 ) -> Iterator[_Span]:
-    """Yield the spans of an attempt in their order, up to the record of the following attempt."""
     record, end, reports = attempt.record, attempt.end, attempt.reports
     lives = [life for life in all_lives if life.start["attempt"] == record.attempt]
     later = next((life for life in all_lives if life.start["attempt"] > record.attempt), None)
@@ -234,7 +230,6 @@ def _spans(
 
 
 def _count(platform: Mapping[str, Any], name: str) -> int:
-    """Return a number of a recorded platform section; 1 if it has none."""
     value = platform.get(name)
     return value if isinstance(value, int) else 1
 
@@ -275,7 +270,6 @@ def _lives(rows: Sequence[Row]) -> list[_Life]:
 
 
 def _training_spans(life: _Life, stopped: float | None, nodes: int, *, resumed: int | None) -> Iterator[_Span]:
-    """Yield the spans of a life from its first step until it stopped; the next life `resumed` from that step."""
     rows, first, last = life.rows, life.rows[0]["elapsed"], life.rows[-1]["elapsed"]
     has_left = any(row["kind"] in {"end", "leave"} for row in rows)
     kept = last
@@ -312,7 +306,6 @@ def _training_spans(life: _Life, stopped: float | None, nodes: int, *, resumed: 
 
 
 def _extra_of_first_step(life: _Life) -> float | None:
-    """Return how much longer the first step took than a usual step; None if no other step shows what is usual."""
     steps = [row for row in life.rows if row["kind"] == "step" and "step_seconds" in row]
     if not steps or "first_step_seconds" not in steps[0]:
         return 0.0

@@ -182,7 +182,6 @@ def fraction(progress: Preparation) -> float | None:
 
 
 def dataset_table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
-    """Rows of a table artifact: the totals of a preparation of `seconds`."""
     rows: list[tuple[str, str]] = []
     for name, split in (("Training", manifest.train), ("Validation", manifest.validation)):
         first, *others = [file.path for file in split.files] or ["those of its sources"]
@@ -319,13 +318,11 @@ def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def _inline(text: str) -> str:
-    """Text that stays text, on its line and in its table cell."""
     line = re.sub(r"[^\S\N{NO-BREAK SPACE}]+", " ", printable(text)).strip()
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", line)
 
 
 def _fenced(text: str, language: str = "text") -> str:
-    """A code block that nothing in the text can close."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{printable(text)}\n{fence}"
 
@@ -377,7 +374,6 @@ def html(report: RunReport) -> str:
 
 @cache
 def template(name: str) -> Template:
-    """Return a page, which escapes the markup in all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -76,7 +76,6 @@ class Outcome:
         return finite if len(finite) == len(objectives) else None
 
     def _value(self, objective: Objective) -> float | None:
-        """Return one objective. If larger values are better, its sign is changed."""
         if objective == "validation_loss":
             return self.validation_loss
         if objective == "cost":
@@ -136,7 +135,6 @@ def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Return a row for each trial, the best first."""
     return [_row(outcome) for outcome in ranked(outcomes)]
 
 

@@ -191,7 +191,6 @@ class Index:
         return self._folder.create(f"{record.run}/{record.attempt}.json", _content(record))
 
     def records(self, run: str) -> list[AttemptRecord]:
-        """Return every attempt of a run, oldest first."""
         return self._read_all(self._record, self._attempts_of(run, ".json"))
 
     def last(self, run: str) -> AttemptRecord | None:
@@ -220,7 +219,6 @@ class Index:
         return self._readable([attempt for attempt in newest if _has_name(attempt, name) and attempt not in ended], bad)
 
     def runs(self) -> list[str]:
-        """Return the name of every run, without reading a record."""
         return [run for run, _ in _newest_of_each(_find_attempts(".json", self._folder.list()))]
 
     def record_end(self, record: AttemptRecord, status: JobStatus) -> None:
@@ -232,13 +230,11 @@ class Index:
         self._folder.create(f"{record.run}/{record.attempt}.ended.json", _content(end))
 
     def end_of(self, record: AttemptRecord) -> AttemptEnd | None:
-        """Return the recorded end of an attempt, None without one."""
         with suppress(FileNotFoundError):
             return self._end((record.run, record.attempt))
         return None
 
     def ends(self, run: str) -> dict[int, AttemptEnd]:
-        """Return the recorded ends of a run's attempts by number."""
         attempts = self._attempts_of(run, ".ended.json")
         ends = self._read_all(self._end, attempts)
         return {number: end for (_, number), end in zip(attempts, ends, strict=True)}
@@ -361,7 +357,6 @@ class Index:
         return record.model_copy(update={"directory": directory, "job_id": job_id, "root": root})
 
     def _root_above(self, directory: str, folder: str) -> str | None:
-        """Return the address of the root whose `folder` is this directory; None if no root's is."""
         above, found, rest = directory.rpartition(folder)
         if not found or rest:
             return None
@@ -376,14 +371,12 @@ class Index:
 
 
 def _find_attempts(kind: str, paths: Iterable[str]) -> list[AttemptId]:
-    """Return the attempts that have a file of this kind, in the order of runs and numbers."""
     pattern = re.compile(rf"([^/]+)/([0-9]{{1,9}}){re.escape(kind)}")
     matches = map(pattern.fullmatch, paths)
     return sorted([(match[1], int(match[2])) for match in matches if match])
 
 
 def _newest_of_each(attempts: Iterable[AttemptId]) -> list[AttemptId]:
-    """Return the last attempt of each run."""
     newest = dict[str, int]()
     for run, number in attempts:
         newest[run] = max(number, newest.get(run, 0))

@@ -165,7 +165,6 @@ class FolderLease:
         return False
 
     def _released(self, term: int) -> int | None:
-        """Return the attempt after which the holder of a term stopped, 0 for none; None if it has not released it."""
         released = self._read(f"{term}.released.json", dict[str, int], damaged={})
         return None if released is None else released.get("stopped", 0)
 

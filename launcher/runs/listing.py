@@ -124,7 +124,6 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
 def _present_or_live(
     config: ScriptConfig, records: list[AttemptRecord], index: Index, opener: OpenPlatform
 ) -> list[AttemptRecord]:
-    """Return the records of the present code, or else those of live runs, or else all."""
     with suppress(ConfigProblem):  # the mounted folder has gone, or cannot be mounted any more
         run = plan_script(config).name
         present = [record for record in records if record.run == run]

@@ -175,7 +175,6 @@ class BatchPlatform:
         return submission.job_id
 
     def _refuse_rivals(self, submission: Submission) -> None:
-        """Refuse to submit while another job of the same run and root is alive."""
         run = submission.body["job"]["labels"].get(RUN)
         with google_errors(BATCH, f"asking for other jobs of {run}"):
             for job in self._batch.list_jobs({"parent": submission.body["parent"]}, timeout=_LIMIT):

@@ -153,13 +153,11 @@ def spare_machines(cluster: Cluster, settings: GkePlatformConfig, pod: Object) -
 
 
 def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
-    """Return whether other machines may come: by a queue, or from GKE's pools."""
     pooled = any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes)
     return pooled or bool(settings.queue or settings.flex_start)
 
 
 def _unfit(node: ApiObject, pod: Object, wanted: Amounts) -> str:
-    """Return the reason why the pod does not fit on the machine, empty if it fits."""
     labels, spec = node["metadata"].get("labels", {}), node.get("spec", {})
     for key, value in pod.get("nodeSelector", {}).items():
         if labels.get(key) != value:

@@ -325,7 +325,6 @@ class Cluster:
 
 
 def _object_in(text: str | bytes) -> dict[str, Any]:
-    """Return the object in an answer of the API, or an empty one if a proxy has answered something else."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):

@@ -285,7 +285,6 @@ def _stop(jobs: dict[JobId, JobWatch], *ids: JobId) -> None:
 def _delete(
     cluster: Cluster, job: states.JobName, remaining: Remaining, refused: dict[api.Resource, api.Forbidden]
 ) -> bool:
-    """Delete what remains of a job, and return whether something is being deleted."""
     uids = {states.uid_of(thing) for things in remaining.values() for thing in things}
     is_going = False
     for resource, things in remaining.items():
@@ -327,7 +326,6 @@ def _list_remaining(
 
 
 def _described(remaining: Remaining) -> str:
-    """Return what remains in words, and what holds it: a finalizer that nobody serves, or the machine of a pod."""
     parts = []
     for resource, things in remaining.items():
         examples = ", ".join(map(_located, things[:3]))
@@ -339,7 +337,6 @@ def _described(remaining: Remaining) -> str:
 
 
 def _located(thing: ApiObject) -> str:
-    """Return the object's name, for a pod with its machine."""
     name, machine = thing["metadata"]["name"], thing.get("spec", {}).get("nodeName")
     since = states.unreachable_since(thing)
     if since:

@@ -160,7 +160,6 @@ def networks(survey: Survey) -> Iterator[Finding]:
 
 
 def _release(survey: Survey) -> Iterator[Finding]:
-    """Check that the network's plugin is as new as the cluster's Kubernetes needs it."""
     pairs, pair, network = survey.fabric.known, survey.fabric.pair, survey.settings.network
     for number, known in enumerate(pairs):
         if known.since is None or survey.version < known.since:

@@ -199,7 +199,6 @@ class LocalPlatform:
 
 
 def _refuse_rivals(run: str, directory: Path) -> None:
-    """Refuse to submit while another job of the same run and root is alive."""
     if not run:
         return
     for folder in directory.parent.iterdir():

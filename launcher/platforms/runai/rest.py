@@ -100,7 +100,6 @@ class Rest:
 
     @cached_property
     def _ids(self) -> tuple[str, str]:
-        """Return the ids of the project and its cluster."""
         wanted, wanted_cluster = self._settings.project, self._settings.cluster
         listed = self._ask("GET", PROJECTS, params={"filterBy": [f"name=={wanted}"], "limit": 500})
         projects = {  # by the id of their cluster

@@ -274,7 +274,6 @@ class SlurmPlatform:
         return numbers[-1], self._whoami[0]
 
     def _refuse_rivals(self, script: str) -> None:
-        """Refuse to submit while another job of the same run and root exists."""
         run = _RUN.search(script)
         for row in self._queue():
             listed = _RUN.search(row.comment)
@@ -312,7 +311,6 @@ class SlurmPlatform:
         )
 
     def _ended(self, job: SlurmJob, record: SlurmSubmission | None, row: _Row | None) -> JobStatus:
-        """Return the state of a job that is over or unknown to Slurm."""
         attempt = open_storage(job.directory)
         blocked = FAILED.fullmatch(row.comment) if row else None
         patience = 0.0
@@ -467,12 +465,10 @@ class SlurmPlatform:
 
     @cached_property
     def _whoami(self) -> tuple[str, str]:
-        """Return the user and the cluster of all commands."""
         cluster = _CLUSTER.search(self._run("scontrol", "show", "config"))
         return _answer(r"^\S+$", self._run("id", "-un"), "id -un"), cluster[1] if cluster else ""
 
     def _run(self, *argv: str, stdin: str = "", ignore_errors: re.Pattern[str] | None = None) -> str:
-        """Run a command and return its output. Errors that match `ignore_errors` count as success."""
         host, program = self._settings.host, argv[0]
         command = ["sh", "-c", _AS_WRITTEN, "sh", *argv]
         if host is not None:
@@ -525,7 +521,6 @@ def _answer(pattern: str, text: str, command: str) -> str:
 
 
 def _fields(text: str, count: int) -> Iterator[list[str]]:
-    """Yield the fields of each line with a job. A login shell may print other lines, and arrays have other ids."""
     for line in text.splitlines():
         fields = line.split("|", count - 1)
         if len(fields) == count and fields[0].isdecimal():
@@ -533,7 +528,6 @@ def _fields(text: str, count: int) -> Iterator[list[str]]:
 
 
 def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
-    """Return why a job waits: an error if the reason lasts, else a warning."""
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     limit = _LIMIT.fullmatch(reason)
     if limit:
@@ -546,5 +540,4 @@ def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
 
 
 def _moment(text: str) -> float | None:
-    """Return the seconds since 1970 that Slurm printed, None for an unknown time."""
     return float(text) if text.isdecimal() else None

@@ -92,7 +92,6 @@ def _check_directory(directory: str) -> None:
 
 
 def _flags(job: Job, settings: SlurmPlatformConfig) -> list[str]:
-    """Return the options of sbatch; those without a value are left to the cluster."""
     gpus: object = settings.gpus
     if settings.gres:
         gpus = None
@@ -135,7 +134,6 @@ def _secrets(settings: SlurmPlatformConfig) -> Iterator[str]:
 
 
 def _software(settings: SlurmPlatformConfig) -> Iterator[str]:
-    """Yield the lines that load the software of the nodes, or check that it exists."""
     for module in settings.modules:
         yield f"module load {shlex.quote(module)} || {_fail('module', f'platform.modules: {module} cannot be loaded')}"
     if settings.container is not None:
