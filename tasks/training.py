@@ -102,7 +102,6 @@ def _require_fit(run: Run, vocab_size: int, origin: InitialWeights) -> None:
 
 
 def _remaining_budget_seconds(run: Run) -> float | None:
-    """Return the seconds after which the next attempt must leave to stay within budget.max_usd; None without one."""
     limit, platform = run.config.budget.max_usd, run.config.platform
     price = platform.price
     if limit is None or price is None:
@@ -242,7 +241,6 @@ class _Orchestrator:
         return await asyncio.to_thread(self.lease.take, unless_stopped_after=unless_stopped_after)
 
     async def _conclude(self, diagnosis: Diagnosis) -> None:
-        """Record and count the end of `last_ended`, unless an earlier leader has; JobFailed if it was the last one."""
         attempts, number = self.claim.attempts, self.last_ended
         diagnosis = without_machine(diagnosis, [earlier for earlier in self.diagnoses if earlier.attempt != number])
         is_new = False
@@ -267,7 +265,6 @@ class _Orchestrator:
             await show_state("Preempted")
 
     async def _wait_before_next(self) -> None:
-        """Wait as the restart policy says, unless another orchestrator has started the next attempt already."""
         attempts = self.claim.attempts
         decision = self.policy.decide(self.diagnoses)
         if not decision.wait:
@@ -278,7 +275,6 @@ class _Orchestrator:
             await pause(decision.wait, look=self.watch.check)
 
     async def _start_next(self) -> AttemptRecord | None:
-        """Start the next attempt or reattach to it; None if another orchestrator has the lease by now."""
         claim, attempts = self.claim, self.claim.attempts
         await query_platform(claim, attempts.cleanup_last_attempt)
         await asyncio.to_thread(self.watch.check)
@@ -296,7 +292,6 @@ class _Orchestrator:
         return record
 
     async def _await(self, record: AttemptRecord) -> bool:
-        """Return whether the attempt ends well; otherwise `last_ended` and `diagnosis` have its end."""
         diagnosis = await await_job(opaque(self.claim), record, self.on_row, opaque(self.lease))
         if diagnosis is None:
             return True
@@ -329,7 +324,6 @@ async def _diagnosis_to_record(claim: Claim, diagnosis: Diagnosis, *, attempt: i
 
 
 def _nodes_to_exclude(claim: Claim) -> tuple[str, ...]:
-    """Return the machines that the next attempt avoids, and report those that it should avoid."""
     diagnoses = claim.attempts.index.diagnoses(claim.attempts.run)
     machines = claim.nodes_to_exclude(diagnoses)
     if not machines:
@@ -612,7 +606,6 @@ class LogRouter:
                 self._missing += 1
 
     def _count_warning(self, warning: str) -> bool:
-        """Count a warning, and return whether it is new and within the limit."""
         if warning in self._warned or len(self._warned) > _MOST_WARNINGS:
             return False
         self._warned.add(warning)

@@ -108,7 +108,6 @@ class Attempts:
     open_platform: OpenPlatform = field(default_factory=platform_opener)
 
     def records(self) -> list[AttemptRecord]:
-        """Return the records of all attempts, oldest first."""
         return self.index.records(self.run)
 
     def all(self) -> list[Attempt]:
@@ -122,14 +121,12 @@ class Attempts:
         return last if last is not None and last.status.state.is_live else None
 
     def last(self) -> Attempt | None:
-        """Return the last attempt with its state, None before the first."""
         record = self.index.last(self.run)
         if record is None:
             return None
         return self._with_status(record, self.index.end_of(record))
 
     def next(self) -> int:
-        """Return the number of the live attempt, or of the next one to start."""
         last = self.last()
         if last is None:
             return 1
@@ -180,12 +177,10 @@ class Attempts:
                 time.sleep(min(3.0, patience))
 
     def remaining_resources(self) -> tuple[str, ...]:
-        """Return descriptions of everything that the last attempt has on its platform."""
         record = self.index.last(self.run)
         return () if record is None else self.platform_of(record).remaining_resources(record.job_id)
 
     def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
-        """Return the recorded end of an attempt, None without one."""
         end = self.index.end_of(record)
         return None if end is None else end.status
 
@@ -267,7 +262,6 @@ class Claim:
 
     @property
     def names(self) -> list[str]:
-        """The names under which this job can be cancelled: its run's and its sweep's."""
         return [name for name in (self.attempts.run, self.config.launch.sweep) if name]
 
     @property
@@ -276,7 +270,6 @@ class Claim:
         return self.flow_runs[-1] if self.flow_runs else None
 
     def job_of(self, record: AttemptRecord) -> Job:
-        """Return the job of a recorded attempt, with the machines that it avoids."""
         return replace(self.make_job(record.attempt), nonce=record.nonce, exclude_nodes=record.exclude_nodes)
 
     def job_as_rendered(self, number: int) -> Job:
@@ -289,7 +282,6 @@ class Claim:
         return replace(self.make_job(number), exclude_nodes=exclude)
 
     def nodes_to_exclude(self, diagnoses: Sequence[AttemptDiagnosis]) -> tuple[str, ...]:
-        """Return the machines that enough of these diagnoses blame."""
         config = self.config
         restarts = config.train.restart_policy if isinstance(config, RunConfig) else config.restart_policy
         return nodes_to_exclude(diagnoses, times=restarts.exclude_machine_after)
@@ -313,7 +305,6 @@ class Claim:
             raise _run_is_live(last, self._conflict(last.record), fix="wait for it, or cancel it first (--replace)")
 
     def _conflict(self, record: AttemptRecord) -> str:
-        """Return why this claim cannot reattach to a live attempt of its run; empty if it can."""
         if record.root != self.attempts.index.root.address():
             return f"it writes to {record.root}, where this root was"
         if record.platform.get("kind") != self.config.platform.kind:
@@ -464,7 +455,6 @@ class CancelWatch:
         attempts.stop()
 
     def check(self) -> None:
-        """Raise JobCancelled if a request has come since this watch began."""
         for name, before in self._before.items():
             if self._index.cancellations(name) - before:
                 raise JobCancelled(f"{name} was cancelled; the same command continues from its last checkpoint")

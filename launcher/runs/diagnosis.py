@@ -223,7 +223,6 @@ def diagnose(
 
 
 def _without_traces(status: JobStatus, tail: Iterable[LogLine], logs: str) -> Diagnosis:
-    """Return the diagnosis by the platform and the last lines, where no node is known to have failed."""
     fault = fault_of_exception(status.native)
     if fault is FailureClass.UNKNOWN:  # most probably its machine died
         fault = FailureClass.NODE
@@ -289,7 +288,6 @@ def _reported(report: NodeReport) -> RootCauseCandidate:
 
 
 def _killed(node: int, code: int, eviction: str) -> RootCauseCandidate:
-    """Return the candidate of a node without a report. An evicted node comes before those that ended with it."""
     fault = fault_of_exit_code(code)
     role = Role.LOST_PEER if fault is FailureClass.NETWORK else Role.CAUSE
     if eviction:
