@@ -44,16 +44,10 @@ class CorpusKind(ABC, Generic[CorpusSettings]):
 
     @abstractmethod
     def list_files(self, skipped_paths: list[str]) -> list[Source]:
-        """Return the files in their one order. Local files are read for their checksums.
-
-        Paths that are selected but cannot be read, or would be read twice, are appended to `skipped_paths`.
-        """
+        """Return the files in their one order; selected paths that cannot be read are appended to `skipped_paths`."""
 
     def identity(self, files: Sequence[Source]) -> JsonValue:
-        """Return what a dataset's key hashes of the corpus: settings that decide the text, files by name and content.
-
-        Addresses are not part of it: the same files in another folder, or behind another branch, give the same key.
-        """
+        """Return what a dataset's key hashes: settings that decide the text, files by name and content."""
         settings = self.corpus.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
         return {"settings": settings, "files": [[file.name, file.size, file.version] for file in files]}
 

@@ -112,10 +112,7 @@ class DatasetManifest(Settings):
         return self.train.files + self.validation.files + self.tokenizer
 
     def ingredients(self, address: str) -> list[str]:
-        """Return the addresses of the datasets that the one at `address` mixes.
-
-        Raises DataError if it names datasets that its key was not made of, such as itself.
-        """
+        """Return the addresses of the datasets that it mixes; a DataError if its key was not made of those."""
         if self.mixture is None:
             return []
         names, fix = [source.dataset for source in self.mixture.sources], "remove that folder and prepare it again"

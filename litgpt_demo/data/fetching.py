@@ -100,10 +100,7 @@ Signature = tuple[int, int, int, int]
 
 
 def verify_checksum(path: Path, source: Source, expected: Signature | None = None) -> Signature:
-    """Return the file's signature if its content is what was listed, and its signature the expected one.
-
-    The Hub's client checks sizes only. The bytes are checked once per process for a file that does not change.
-    """
+    """Return the file's signature if it and the content are as expected; an unchanged file is read once a process."""
     if not path.is_file():
         raise DataError(f"{source.address} was there when the corpus was listed and is gone; run again")
     status = path.stat()

@@ -22,10 +22,7 @@ _TRIES = 3  # a download continues where it broke off, so a few tries get a larg
 
 
 def hub_endpoint() -> str:
-    """Return the Hub's address. It is read at each call: huggingface_hub keeps the HF_ENDPOINT of its import.
-
-    Raises UserError if a token would be sent there unencrypted.
-    """
+    """Return the Hub's address, read at each call: huggingface_hub keeps the HF_ENDPOINT of its import."""
     endpoint = (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     if not is_protected(endpoint):
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -54,10 +51,7 @@ def can_reach_hub(*, patience: float = timeouts.INTERACTIVE) -> bool:
 
 @translating
 def translate_hub_errors(repository: str, revision: str) -> Iterator[None]:
-    """Raise UserError where the Hub refuses, NetworkError where it is busy, Unreachable where it does not answer.
-
-    Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
-    """
+    # Nothing is chained: a traceback may show the headers that were sent, and the token is one of them.
     from httpx import TransportError
     from huggingface_hub import errors
 

@@ -109,11 +109,7 @@ def in_threads(workers: int) -> MapSteps:
 def prepare(
     planned: PlannedDataset, root: Storage, *, map_steps: MapSteps | None = None, report: Report = lambda progress: None
 ) -> DatasetManifest:
-    """Make the dataset, or return the manifest of the finished one. Killed at any moment, it can be called again.
-
-    `map_steps` carries out the steps; by default as many threads as `threads_for` says. A corpus that is empty, too
-    small or not what it claims to be is a DataError; settings that do not fit are a UserError.
-    """
+    """Make the dataset, or return the manifest of the finished one. Killed at any moment, it can be called again."""
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
     context = PrepContext(data=planned.data, root=root.root, path=planned.path)

@@ -147,10 +147,7 @@ def read(
 
 
 def split_points(path: Path, source: Source, layout: FileFormat, target: int) -> Iterator[tuple[int, int]]:
-    """Yield where to cut a file, about every `target` stored bytes: a row group or byte, and the bytes before it.
-
-    Cuts are between row groups or documents; a compressed file or one document is not cut.
-    """
+    """Yield where to cut a file, about every `target` stored bytes: a row group or byte, and the bytes before it."""
     if compression_of(path, source) is not None:
         return
     if layout.format_of(source.name) == "parquet":
@@ -465,8 +462,7 @@ _CONVERT = "convert it, for example with iconv -f latin1 -t utf-8"
 
 
 def _whole_text(stream: io.BufferedReader, source: Source, start: int, most: int) -> Iterator[Batch]:
-    """The file as one document. Without the memory for it, the tokenizer or the system would end the process without a
-    word: that is a DataError."""
+    # Without the memory for it, the tokenizer or the system would end the process without a word.
     limit = min(most, psutil.virtual_memory().available // _MEMORY_OF_A_BYTE)
     # A compressed file does not say how long its text is.
     if source.size <= limit and len(text := stream.read(limit + 1)) <= limit:
@@ -482,8 +478,7 @@ def _whole_text(stream: io.BufferedReader, source: Source, start: int, most: int
 
 
 def _require_text(texts: pa.LargeStringArray, source: Source) -> None:
-    """A file is taken for text by its name, unless all lines that it begins with are JSON objects: the model would be
-    trained on braces and field names."""
+    # Where the lines that it begins with are JSON objects, a model would be trained on braces and field names.
     text = "\n".join(texts.slice(0, _LOOKED_AT).to_pylist())
     head = text[:_LOOKED_AT_CHARACTERS]
     lines = (head.rpartition("\n")[0] if len(head) < len(text) else head).splitlines()

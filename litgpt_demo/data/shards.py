@@ -59,10 +59,7 @@ class Shard:
 
 
 def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = None) -> list[Shard]:
-    """Return the corpus in shards of about `target` stored bytes, in its order; by default a 400th, 4 to 64 MiB.
-
-    Small files share a shard. Large local ones are cut, if they are not compressed, between row groups or documents.
-    """
+    """Return the corpus in shards of about `target` stored bytes, in its order; by default a 400th, 4 to 64 MiB."""
     if target is None:
         target = min(_LARGEST, max(_SMALLEST, sum(source.size for source in sources) // _SHARDS))
     layout, shards, room = FileFormat.of(corpus), list[list[Part]](), 0
@@ -159,10 +156,7 @@ def documents(
 
 
 def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
-    """Return the documents of a shard, empty ones included, and about their bytes, from its parquet files' footers.
-
-    None where they must be read: other formats, compressed files, nulls, a limit.
-    """
+    """Return a shard's documents, empty ones too, and about their bytes, by its footers; None if it must be read."""
     layout = FileFormat.of(corpus)
     if shard.limit is not None or any(layout.format_of(part.source.name) != "parquet" for part in shard.parts):
         return None

@@ -184,11 +184,7 @@ def train_tokenizer(
     documents: Iterable[str],
     report: Callable[[int, int], None] = lambda documents, size: None,
 ) -> TokenizerFiles:
-    """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text.
-
-    `report` gets the number of documents in the sample and their bytes before the training, which takes about 0.1 s per
-    megabyte of prose.
-    """
+    """Train a byte-level BPE tokenizer on the first `sample_bytes` of the documents; the same one for the same text."""
     from tokenizers import Tokenizer as HfTokenizer
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -249,10 +245,7 @@ class Encoder:
         self.dtype = tokenizer.dtype
 
     def encode(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
-        """Return the ids of all documents, and each document's number of ids, its end-of-text included.
-
-        `texts` is a LargeStringArray of pyarrow without nulls: its bytes go to gigatoken as they are.
-        """
+        """Return the ids of all texts of a LargeStringArray, and each one's number of ids, its end-of-text included."""
         import awkward
         import numpy as np
 

@@ -232,11 +232,7 @@ def _encoder_of(context: PrepContext) -> Encoder:
 
 
 def survey(context: PrepContext, shard: Shard, *, by_footer: bool = True) -> ShardStats:
-    """Return which documents of a shard stay, and record it; a step for workers.
-
-    With `by_footer`, nothing is read if no setting can drop documents that are not empty. Empty ones are rare, so all
-    are counted.
-    """
+    # `by_footer` reads nothing if no setting can drop documents. It counts empty ones too, which are rare.
     name, data, scratch = file_name(shard.number, "survey.json"), context.data, context.make_scratch()
     recorded = _read_record(context, name, ShardStats, shard)
     if recorded is not None:
@@ -380,10 +376,7 @@ def _read_mask(progress_store: Storage, path: str, count: int) -> Mask:
 
 
 def encode(context: PrepContext, task: EncodeTask) -> EncodeResult | None:
-    """Write a shard's two pieces of tokens, then their record; a step for workers.
-
-    None if the shard was surveyed by its footers, which count empty documents too, and has some.
-    """
+    """Write a shard's two pieces of tokens, then their record; None if its footers counted empty documents too."""
     shard, name = task.shard, file_name(task.shard.number, "json")
     recorded = _read_record(context, name, EncodeResult, shard)
     if recorded is not None and recorded.task == task.digest:

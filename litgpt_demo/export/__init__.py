@@ -120,10 +120,7 @@ def summary_lines(final: FinalManifest) -> Iterator[str]:
 
 
 def usage(run: str, final: FinalManifest, *, huggingface: bool) -> str:
-    """Return Python that generates text by the models of the run at this address; "" is the folder of the card.
-
-    No library opens a model in a bucket: for one it begins with the download.
-    """
+    """Return Python that generates text by the models of the run at this address; empty is the folder of the card."""
     remote = bucket_path(run) is not None
     lines, folder = [], ""
     if remote:

@@ -27,10 +27,7 @@ from litgpt_demo.training.checkpoint_reader import explain_unpickling_errors, lo
 
 
 class Writer:
-    """A model and its tokenizer, in float32 on the GPU, or else on the CPU.
-
-    A UserError if nothing is saved yet, a DataError if a file is missing or differs from its manifest.
-    """
+    """A run's model and tokenizer, in float32, on the GPU or else on the CPU."""
 
     def __init__(self, run: Storage) -> None:
         spec, kind = read_spec(run), "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,11 +59,7 @@ class Writer:
         self._model.eval()
 
     def write(self, text: str, *, max_tokens: int, temperature: float, top_k: int, seed: int | None) -> Iterator[str]:
-        """Yield the model's continuation of `text`, in pieces of whole characters, to the end of its document.
-
-        An empty `text` begins a document. A temperature of 0 takes the likeliest token; the same `seed` writes the same
-        text. A UserError if the text leaves no room.
-        """
+        """Yield the continuation of `text` in whole characters, to its document's end; an empty `text` begins one."""
         model, tokenizer = self._model, self._tokenizer
         ids = tokenizer.encode(text).tolist() or [tokenizer.eos_id]
         room = model.config.block_size

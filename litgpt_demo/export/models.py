@@ -165,10 +165,7 @@ def make(
     spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str,
     report: Report = lambda what: None,
 ) -> FinalManifest:  # fmt: skip
-    """Make and prove the models in `scratch`. Return the manifest, which does not list the files yet.
-
-    Errors call `shards`, which may be a copy, by the checkpoint's `address`.
-    """
+    """Make and prove the models in `scratch`; return the manifest without files. `address` is the checkpoint's own."""
     dataset = open_dataset(spec.dataset)
     if dataset.key != spec.dataset_key:
         what = f"{spec.dataset} is the dataset {dataset.key}, this run was trained on {spec.dataset_key}"
@@ -213,10 +210,7 @@ def make(
 
 
 def huggingface_of(run: Storage, step: int, scratch: Path) -> Path:
-    """Write the checkpoint of a step as a folder for Hugging Face, without a proof, and return it.
-
-    Raises the errors of `export`, and a UserError if transformers has no such architecture.
-    """
+    """Write the checkpoint of a step as a folder for Hugging Face, without a proof, and return it."""
     spec = read_spec(run)
     _, shards = verified_checkpoint(run, spec, scratch, step=step, newest=False)
     folder = stage(spec.dataset, scratch / "dataset", train=False)

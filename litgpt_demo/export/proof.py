@@ -47,10 +47,7 @@ _FORWARD_FLOPS = 1e14  # for the validation loss: some minutes of a few cores
 
 
 def probe_batch(validation: TokenDataset, window: int | None) -> Tensor:
-    """Return the fixed batch: the beginnings of the validation split's first samples.
-
-    For attention with a sliding window, it is one sample that is longer than the window, if the model's are.
-    """
+    """Return the first samples' beginnings; for a sliding window one sample that is longer, if the model's are."""
     samples, tokens = _PROBE_SAMPLES, _PROBE_TOKENS
     if window is not None:
         samples, tokens = 1, max(_PROBE_TOKENS, 2 * window + 16)
@@ -60,8 +57,7 @@ def probe_batch(validation: TokenDataset, window: int | None) -> Tensor:
 
 @torch.no_grad()
 def last_logits(model: Any, head: Any, inputs: Tensor) -> Tensor:
-    """Return a model's logits of the last tokens of `inputs`. Its `head` gets no other tokens: all logits of a long
-    sample could take more memory than the model."""
+    # The head gets no other tokens: all logits of a long sample could take more memory than the model.
     with head.register_forward_pre_hook(lambda _, hidden: (hidden[0][:, -_PROBE_TOKENS:],)):
         output = model.eval()(inputs)
     logits: Tensor = getattr(output, "logits", output)
@@ -138,10 +134,7 @@ def opened_by_litgpt(
     spec: TrainingSpec,
     checkpoint: CheckpointManifest,
 ) -> FinalManifest:
-    """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
-
-    Returns the manifest, without Hugging Face's model and the files.
-    """
+    """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write."""
     from litgpt import LLM
 
     # Maps the file and reads no weights. LitGPT 0.5 executes pickled code in it, whatever torch's settings are.
@@ -219,8 +212,7 @@ def opened(folder: Path, **settings: Any) -> Any:
 
 @torch.no_grad()
 def opened_by_transformers(folder: Path, *, own: Tensor, texts: Texts) -> HuggingFaceProof:
-    """Open a folder by `AutoModelForCausalLM` and `AutoTokenizer`, compare with `own` logits and the dataset's ids, and
-    let it write. A DataError if tensors, logits or the tokenizer's ids differ."""
+    """Open a folder by transformers, compare with `own` logits and the dataset's ids, and let it write."""
     import transformers
 
     inputs = texts.inputs

@@ -20,11 +20,7 @@ from litgpt_demo.models.estimates import chunk_rows
 
 
 class Workspace:
-    """Temporary memory on a CPU, kept from one call to the next.
-
-    The kernel clears newly allocated memory page by page, which took up to a third of the time. On a GPU torch keeps
-    freed memory by itself.
-    """
+    """Temporary memory that a CPU keeps from call to call: clearing new pages took up to a third of the time."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -134,10 +130,7 @@ def _softcap_(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _cross_entropy_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each row, and make logits their summed loss's gradient: probabilities, less 1 at the target.
-
-    The loss is taken from logarithms, because a probability may be 0 where a target is all but impossible.
-    """
+    # The loss is taken from logarithms, because a probability may be 0 where a target is all but impossible.
     torch.log_softmax(logits, dim=-1, out=logits)
     columns = targets.unsqueeze(1)
     losses = -logits.gather(1, columns).squeeze(1)

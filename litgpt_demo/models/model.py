@@ -93,10 +93,7 @@ def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
 
 
 class LossGPT(GPT):  # type: ignore[misc]
-    """A GPT that, given targets, returns the mean loss instead of logits. Its weights have GPT's own names.
-
-    The loss is computed inside `forward` so that whatever wraps the model (DDP, FSDP, autocast) sees one call.
-    """
+    """A GPT that, given targets, returns the mean loss: in `forward`, so that wrappers (DDP, FSDP) see one call."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

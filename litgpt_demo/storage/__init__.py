@@ -25,10 +25,7 @@ from litgpt_demo.storage.local import LocalStorage as LocalStorage
 
 
 def open_storage(address: str) -> Storage:
-    """Return the storage at gs://bucket/prefix or at a local path (`~` and relative ones are resolved); no request yet.
-
-    A UserError for any other address, and for a bucket if its client is not installed.
-    """
+    """Return the storage at gs://bucket/prefix or at a local path, which is resolved; no request yet."""
     if not address.strip():
         raise UserError("the address of a storage is empty; give gs://bucket/prefix or a local path")
     if not re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", address):

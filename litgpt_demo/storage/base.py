@@ -134,10 +134,7 @@ class Storage(ABC):
 
     @abstractmethod
     def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
-        """Put the content of a local file at `path`, replacing any file.
-
-        With `move`, `source` is removed once its content is stored; on one file system this is a rename.
-        """
+        """Put the content of a local file at `path`; with `move`, `source` is gone, on one file system by a rename."""
 
     @abstractmethod
     def download(self, path: str, target: Path) -> ObjectInfo:
@@ -145,10 +142,7 @@ class Storage(ABC):
 
     @abstractmethod
     def join(self, parts: Sequence[str], path: str) -> ObjectInfo:
-        """Put the files `parts` behind one another at `path`, replacing any file; the parts stay.
-
-        No parts make an empty file. A bucket joins them itself. Nothing is done if `path` has those bytes already.
-        """
+        """Put the files `parts` behind one another at `path`; the parts stay. No parts make an empty file."""
 
     @abstractmethod
     def move(self, folder: str, target: str) -> None:
@@ -197,10 +191,7 @@ def clean_file(path: str) -> str:
 
 
 def checked_remove_path(path: str) -> str:
-    """Return `path` if it is clean and not the root, else raise UserError.
-
-    An empty name, or one that ends with a slash, does not come from a file of ours: it would remove the folder above.
-    """
+    # An empty name, or one that ends with a slash, is no file of ours: it would remove the folder above.
     if clean_path(path) != path or not path:
         raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
     return path

@@ -258,10 +258,8 @@ class BucketStorage(Storage):
         return f"{SCHEME}{self._bucket}/{name}" if name else f"{SCHEME}{self._bucket}"
 
     def location(self) -> str:
-        """Return the bucket's region, or its larger area, in lower case: europe-west4, eu, nam4.
-
-        Takes the right to list it: https://docs.cloud.google.com/storage/docs/json_api/v1/buckets/getStorageLayout
-        """
+        """Return the bucket's region, or its larger area, in lower case: europe-west4, eu, nam4."""
+        # https://docs.cloud.google.com/storage/docs/json_api/v1/buckets/getStorageLayout says which right it takes.
         with _explaining(self.root, _VIEWER):
             layout = _client(*_connection())._get_resource(f"/b/{self._bucket}/storageLayout", timeout=20, retry=None)
         return str(layout.get("location", "")).lower()

@@ -68,11 +68,7 @@ def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> 
 def load_checkpoint(
     model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
 ) -> dict[str, Any]:
-    """Read weights and optimizer state into `model` and `optimizer`, whatever number of ranks wrote them.
-
-    The optimizer keeps its own settings. Returns the state of the loss scaling that was saved. Errors call the folder
-    `address` where it is a copy.
-    """
+    """Read a checkpoint into `model` and `optimizer`, whose settings stay; return the state of the loss scaling."""
     state = training_state(model, optimizer, precision)
     _read(state, folder, address)
     optimizers = {**get_optimizer_state_dict(model, optimizer), **state["optimizer"]}

@@ -66,10 +66,7 @@ def folder_of(step: int) -> str:
 def list_complete(
     run: Storage, *, on_damaged: Callable[[str, DataError], object] = lambda folder, error: None
 ) -> list[CheckpointManifest]:
-    """Return the checkpoints of the run that have a manifest, newest first; without one, a save has never ended.
-
-    A damaged manifest does not count. `on_damaged` gets its folder, below the run's, and the problem.
-    """
+    """Return the run's checkpoints that have a manifest, newest first; `on_damaged` gets the damaged ones."""
     complete = []
     manifests = [path for path in run.within(_ALL).list() if path.endswith(f"/{MANIFEST}")]
     for folder in sorted({f"{_ALL}/{path.split('/')[0]}" for path in manifests}):
@@ -86,12 +83,8 @@ def list_complete(
 
 
 def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int:
-    """Return the step of the run's newest checkpoint that verifies, 0 if there is none.
-
-    Its manifest lists an index and other files, of `least` bytes, the model's weights. They exist with their sizes and
-    checksums. A bucket returns both, so nothing is fetched; in a folder the newest checkpoint is read.
-    `most` are the steps of the training: the result is not larger.
-    """
+    """Return the step of the newest checkpoint of `least` bytes that verifies, and at most `most`; 0 if none."""
+    # A bucket returns sizes and checksums, so nothing is fetched; in a folder the newest checkpoint is read.
 
     def verifies(manifest: CheckpointManifest) -> bool:
         files = manifest.files
@@ -132,10 +125,7 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
 
 
 def require_damaged(run: Storage, folder: str, error: DataError) -> None:
-    """Read a damaged manifest once more; a NodeError if it is sound, and this machine misread it.
-
-    The bytes that are read must be those that are stored, by size and checksum: a bucket returns these itself.
-    """
+    """Read a damaged manifest once more; a NodeError if it is sound, and this machine misread it."""
     place = run.within(folder)
     with suppress(DataError):  # a bucket's bytes that never come out right
         content = place.read(MANIFEST)
@@ -202,10 +192,7 @@ def verify(run: Storage, step: int, paths: Collection[str]) -> None:
 def steps_to_keep(
     checkpoints: Iterable[CheckpointManifest], *, last: int, best: int, every: int | None = None
 ) -> set[int]:
-    """Return the steps to keep: the newest `last`, the `best` by validation loss, and the multiples of `every`.
-
-    Losses of different samples are not ranked: the `best` of each number of evaluation windows are kept.
-    """
+    """Return the steps of the newest `last`, the `best` of each number of samples, and the multiples of `every`."""
     newest = sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
     kept = {checkpoint.step for checkpoint in newest[:last]}
     if every is not None:
@@ -221,10 +208,7 @@ def steps_to_keep(
 
 
 def prune(run: Storage, *, last: int, best: int, every: int | None = None) -> None:
-    """Remove the checkpoints that are not kept, once their successor has verified, and saves that never ended.
-
-    No save may be in flight: parts of uploads are removed too, which no listing shows.
-    """
+    # No save may be in flight: parts of uploads are removed too, which no listing shows.
     run.within(_ALL).remove_unfinished()
     damaged: list[str] = []
     complete = list_complete(run, on_damaged=lambda folder, _: damaged.append(folder))

@@ -237,10 +237,7 @@ class Loop:
 
 
 def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str | None:
-    """Return advice if a preempted job needs more seconds than its platform grants, else None.
-
-    On a GPU the running step and the one launched behind it end before the save begins.
-    """
+    # On a GPU the running step and the one launched behind it end before the save begins.
     grace = environ.get(GRACE)
     needed = save + 2 * step
     if grace is None or needed <= float(grace):

@@ -39,11 +39,7 @@ class _Index(TypedDict):
 
 
 def find_initial_weights(name: str | None, optimizer: bool, root: str) -> InitialWeights | None:
-    """Find the weights that `model.init_from` names, and read their checksums; None for random ones.
-
-    For a model of the Hub, its settings and tokenizer are fetched into the Hub client's own cache, but no weights. A
-    UserError if there are no weights.
-    """
+    """Find what `model.init_from` names, and read its checksums; from the Hub, settings and tokenizer are fetched."""
     if name is None:
         return None
     found, storage = None, open_storage(name)
@@ -183,11 +179,7 @@ def records_of(origin: InitialWeights) -> list[FileRecord]:
 def fetch_initial_weights(
     origin: InitialWeights, root: Storage, check: Callable[[InitialWeights], object] = lambda fetched: None
 ) -> InitialWeights:
-    """Copy weights below the root, where every node finds them, unless they are there already.
-
-    `check` gets weights that are fetched from the Hub now, before they are copied. A DataError if they have changed
-    since they were found.
-    """
+    """Copy weights below the root, unless they are there; `check` gets those that are fetched from the Hub, before."""
     if origin.kind == "checkpoint":
         return origin
     target = root.within(f"weights/{origin.content_hash}")
@@ -216,11 +208,7 @@ def fetch_initial_weights(
 
 
 def replay_problem(origin: InitialWeights | None, keys: set[str], seed: int) -> tuple[str, str] | None:
-    """Return a problem and its fix if a training would repeat samples in the order that its weights have seen.
-
-    Only a training that continues with the optimizer's state does so, with a dataset of the same `sample_keys` and the
-    same seed.
-    """
+    """Return a problem and its fix if a training would repeat samples in the order that its weights have seen."""
     if origin is None or not origin.optimizer:
         return None
     repeated = sorted(key for key, order_seed in origin.trained_on if key in keys and order_seed == seed)
@@ -235,10 +223,7 @@ def replay_problem(origin: InitialWeights | None, keys: set[str], seed: int) -> 
 
 
 def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:
-    """Return a problem and its fix if ids of the dataset mean other texts than they do to the weights.
-
-    `dataset` is the address of the finished one, None if it does not exist yet.
-    """
+    """Return a problem and its fix if ids of the dataset, finished at `dataset`, mean other texts to the weights."""
     from tokenizers import Tokenizer
 
     folder = origin.address

@@ -166,18 +166,12 @@ class Reporter:
         self._last_time += seconds + monotonic() - began
 
     def publish_rows(self) -> None:
-        """Upload the rows so far, if the run is in a bucket; the training may add more meanwhile.
-
-        An attempt that resumes from a checkpoint repeats no step before it, so its rows must be stored first.
-        """
+        # An attempt that resumes from a checkpoint repeats no step before it, so its rows must be stored first.
         if self._file is not None and self._training.run.local_path() is None:
             self._training.run.write(METRICS, self._path.read_bytes())
 
     def publish(self, *, closed: bool = False) -> None:
-        """Upload the files of all sinks, if the run is in a bucket.
-
-        Logs of a tracker's program wait until it has ended: until then a service's answer in them may repeat the key.
-        """
+        # Logs of a tracker's program wait until it has ended: until then a service's answer in them may repeat the key.
         run = self._training.run
         if self._file is None or run.local_path() is not None:
             return

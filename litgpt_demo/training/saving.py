@@ -101,10 +101,7 @@ class Saver:
         self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
     def save(self, step: int, validation_loss: float | None) -> float:
-        """Begin to save the state after `step` steps, as soon as the save before has ended. Return the seconds taken.
-
-        The next update may wait some more before it changes the state: `on_result` gets the sum of both.
-        """
+        """Begin to save the state after `step` steps, once the save before has ended. Return the seconds taken."""
         began = monotonic()
         self._finalize()
         training, device = self._training, self._training.fabric.device
@@ -280,10 +277,7 @@ class ShardWriter:
         self._plan = self._ranks.gather_then_scatter(planner.create_local_plan, plan_all)
 
     def stage_to_host(self, state: State, ready_event: Any) -> None:
-        """Copy this rank's share of `state` as soon as the device has come to `ready_event`, a CUDA event.
-
-        The copy has a stream of its own, so that the device continues training meanwhile.
-        """
+        # The copy has a stream of its own, so that the device continues training meanwhile.
         assert self._plan is not None
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=True)

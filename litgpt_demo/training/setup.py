@@ -189,11 +189,7 @@ def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.de
 
 
 def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
-    """Compute the blocks' products in float8, each tensor scaled by its largest value, but not the output projection.
-
-    Weights keep their names and precision. `emulate` rounds as float8 does and multiplies in a wider type, which runs
-    anywhere, slowly.
-    """
+    """Compute the blocks' products in float8, but not the output projection; `emulate` does it anywhere, slowly."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def convertible(module: nn.Module, name: str) -> bool:
@@ -209,10 +205,7 @@ def multiply_in_float8(model: LossGPT, *, emulate: bool = False) -> None:
 
 @dataclass
 class TrainingTimer:
-    """The seconds that a run has been trained for: those up to the checkpoint resumed from, and this attempt's.
-
-    Steps that a crash lost are not counted, because they are trained again.
-    """
+    """The seconds that a run has been trained for, without steps that a crash lost: those are trained again."""
 
     previous: float = 0.0
     started: float = field(default_factory=monotonic)

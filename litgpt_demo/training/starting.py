@@ -59,11 +59,7 @@ _MOST_NAMED = 3  # tensors that do not fit
 
 
 def start_from(training: Training, origin: InitialWeights) -> None:
-    """Read the weights into the model on every rank, and the optimizer's state if it is wanted.
-
-    A DataError if the files have changed, or are not one tensor for each of the model's. A UserError if the run's
-    samples are those that the optimizer's state was made of.
-    """
+    """Read the weights into the model on every rank, and the optimizer's state if it is wanted."""
     problem = replay_problem(origin, training.data.manifest.sample_keys, training.spec.train.seed)
     if problem is not None:
         raise UserError(problem[0], fix=problem[1])

@@ -175,11 +175,7 @@ class MetricReducer:
 
 @torch.no_grad()
 def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]:
-    """Return the mean validation loss, and that of each source by its name.
-
-    For a mixture, the mean is weighted by the sources' shares. The samples are `evaluation_samples` of each source, the
-    same ones on any number of ranks.
-    """
+    """Return the mean validation loss, weighted by the sources' shares, and that of each source by its name."""
     fabric, train, windows = training.fabric, training.spec.train, training.data.validation
     sources = validation_sources(windows, train.evaluation_samples)
     sums = torch.zeros(len(sources), dtype=torch.float64, device=fabric.device)
