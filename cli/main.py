@@ -281,7 +281,7 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
     settings = read_config(config, overrides, profile)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
-    sections = {name: getattr(settings, name) for name in ("root", "data", "workers")}
+    sections = {name: getattr(settings, name) for name in ("root", "data", "dataset_workers")}
     _run_in_foreground("flows.train_litgpt:prepare_dataset", sections)
 
 

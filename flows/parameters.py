@@ -59,7 +59,7 @@ KINDS: Mapping[str, type[RunConfig] | type[ScriptConfig] | type[SweepConfig] | t
     "benchmark-network": BenchmarkConfig,
 }
 
-DATASET_FIELDS = ("root", "data", "workers")
+DATASET_FIELDS = ("root", "data", "dataset_workers")
 """The fields of a training's config that decide what its dataset is, where it is put and who prepares it."""
 
 # Automation `resume-crashed` restarts a crashed orchestrator; one that crashes this often has another problem.

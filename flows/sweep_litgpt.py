@@ -64,7 +64,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
     datasets = {run.dataset.key: run.dataset for run in runs}
     for dataset in datasets.values():
-        await prepare_dataset(opaque(dataset), root=config.root, workers=config.workers)
+        await prepare_dataset(opaque(dataset), root=config.root, workers=config.dataset_workers)
     state = _Sweep(config, sweep, index, watch, plan)
     await asyncio.to_thread(state.resume_trials)
     count = len(first) if config.sweep.sampler == "grid" else config.sweep.trials

@@ -50,7 +50,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
-    inputs = partial(dataset.prepare_dataset, opaque(run.dataset), root=config.root, workers=config.workers)
+    inputs = partial(dataset.prepare_dataset, opaque(run.dataset), root=config.root, workers=config.dataset_workers)
     prepared, identity = await prepare_job(claim, run, inputs)
     page.dataset, page.identity = prepared, identity
     async with CheckpointScores(run) as scores:
@@ -89,4 +89,4 @@ async def prepare_dataset(config: RunConfig) -> DatasetManifest:
     await name_flow_run(f"prepare-{planned.name}-{planned.key}")
     for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
         emit(Note(what=str(finding), severity=finding.severity))
-    return await dataset.prepare_dataset(opaque(planned), root=config.root, workers=config.workers)
+    return await dataset.prepare_dataset(opaque(planned), root=config.root, workers=config.dataset_workers)

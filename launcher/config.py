@@ -71,8 +71,8 @@ class DaskWorkers(Settings, title="Dask cluster"):
 
 
 def _with_kind(workers: object) -> object:
-    """Add the `kind` to workers without one, as in `workers.count=1`: only Dask's have a scheduler, threads are the
-    default. Other unions must name it, because their branches differ in results and costs."""
+    """Add the `kind` to workers without one, as in `dataset_workers.count=1`: only Dask's have a scheduler, threads are
+    the default. Other unions must name it, because their branches differ in results and costs."""
     if not isinstance(workers, Mapping) or "kind" in workers:
         return workers
     return {"kind": "dask" if "scheduler" in workers else "threads", **workers}
@@ -123,7 +123,7 @@ class RunConfig(Settings):
     """The folder, or gs://bucket/prefix, of all files of this run: dataset, checkpoints, logs, models."""
     data: DataConfig = DataConfig()
     """The text, and how it becomes tokens."""
-    workers: Workers = ThreadWorkers(kind="threads")
+    dataset_workers: Workers = ThreadWorkers(kind="threads")
     """The workers that prepare the dataset. Its content does not depend on them."""
     model: ModelConfig = ModelConfig()
     """The model."""

@@ -1,4 +1,4 @@
-"""Step 1: text into tokens, by what `workers` chooses: threads, processes or a Dask cluster."""
+"""Step 1: text into tokens, by what `dataset_workers` chooses: threads, processes or a Dask cluster."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class MapExecutor(ExitStack):
             return future.result()
         except tuple(losses) as error:
             raise LauncherError(
-                f"workers.kind={self._workers.kind}: a worker was lost, or the connection to it: "
+                f"dataset_workers.kind={self._workers.kind}: a worker was lost, or the connection to it: "
                 f"{type(error).__name__}: {error}",
                 fix="run again, finished work is kept; if the error comes back, memory is short: take fewer workers",
                 fault=next(fault for kind, fault in losses.items() if isinstance(error, kind)),

@@ -254,7 +254,7 @@ class Inspection:
     def preparation(self) -> str:
         if self.dataset is not None:
             return f"nothing: done, {count_text(self.dataset.train.tokens)} training tokens"
-        planned, workers = self.run.dataset, self.run.config.workers
+        planned, workers = self.run.dataset, self.run.config.dataset_workers
         if isinstance(workers, DaskWorkers):
             executor = f"the Dask workers of {workers.scheduler}"
         elif workers.count:
@@ -378,8 +378,8 @@ def _training_blockers(inspection: Inspection, memo: _Memo) -> list[Finding]:
     if dataset is None:
         prepared = memo.once("dataset", planned.key, lambda: preflight.dry_run_dataset(planned))
         # A Dask scheduler is queried over the network.
-        workers = content_hash(config.workers)
-        findings += memo.once("workers", workers, lambda: preflight.check_workers(config.workers))
+        workers = content_hash(config.dataset_workers)
+        findings += memo.once("dataset_workers", workers, lambda: preflight.check_workers(config.dataset_workers))
     if isinstance(prepared, Finding):
         findings.append(prepared)
     elif prepared is not None:

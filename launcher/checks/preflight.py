@@ -244,15 +244,17 @@ def check_workers(workers: Workers) -> list[Finding]:
     if not isinstance(workers, DaskWorkers):
         return []
     if importlib.util.find_spec("distributed") is None:
-        what = "workers.kind=dask needs a package that is not installed"
+        what = "dataset_workers.kind=dask needs a package that is not installed"
         fix = 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes'
-        return [Finding("error", "workers.dask-missing", what, fix)]
+        return [Finding("error", "dataset_workers.dask-missing", what, fix)]
     try:
         address = urlsplit(workers.scheduler)
         socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
     except (OSError, ValueError) as error:
-        what = f"workers.scheduler={workers.scheduler} does not answer ({error})"
-        return [Finding("error", "workers.scheduler", what, "start it with `dask scheduler`, or fix the address")]
+        what = f"dataset_workers.scheduler={workers.scheduler} does not answer ({error})"
+        return [
+            Finding("error", "dataset_workers.scheduler", what, "start it with `dask scheduler`, or fix the address")
+        ]
     return []
 
 

@@ -27,7 +27,7 @@ def prepare(tiny: Callable[..., RunConfig]) -> Callable[..., Awaitable[bool]]:
     async def prepared(workers: Workers = ONE) -> bool:
         config, events = tiny(), list[Event]()
         with Listener(events.append):
-            await prepare_dataset(root=config.root, data=config.data, workers=workers)
+            await prepare_dataset(root=config.root, data=config.data, dataset_workers=workers)
         [done] = [event for event in events if isinstance(event, StepDone)]
         return done.reused
 

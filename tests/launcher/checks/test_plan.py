@@ -78,7 +78,7 @@ def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, t
 
 
 def test_a_plan_says_the_peak_of_scratch_disk_of_a_remote_corpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tiny({"workers.count": 2})
+    config = tiny({"dataset_workers.count": 2})
     assert "scratch" not in would(config)["dataset"]
     files = [Source(address=f"gs://b/{n}", name=f"{n}", size=n * 10**9, version="crc32c:0") for n in range(1, 6)]
     planned = replace(plan_dataset(config.data), sources=tuple(files))
@@ -178,7 +178,7 @@ REFUSED = [
         "platform={kind: gke, machine: a4x-highgpu-4g} | image={kind: docker, repository: r/x} | train.global_batch=16",
         "set image.platform to linux/arm64",
     ),
-    ("workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
+    ("dataset_workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
     ("data.tokenizer={kind: file, path: pi.py}", "is not a tokenizer, or cut short (Cannot"),
     ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),
     (f"{HUGE_BATCH} | sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}}", "set sweep.max_parallel="),

@@ -38,7 +38,7 @@ def swept(tiny: Callable[..., RunConfig]) -> Callable[..., SweepConfig]:
         {"sweep.trials": 60}, {"sweep.max_parallel": 4}, {"sweep.max_gpu_hours": 1}, {"root": "elsewhere"},
         {"platform.processes": 1, "platform.grace_period": 9, "platform.usd_per_hour": 2},
         {"train.checkpoint_every": 2},
-        {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "budget.max_usd": 1}, {"workers.count": 3},
+        {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "budget.max_usd": 1}, {"dataset_workers.count": 3},
     ],
 )  # fmt: skip
 def test_a_sweep_keeps_its_name_where_what_it_finds_stays_the_same(swept: Any, changes: dict[str, Any]) -> None:

@@ -60,5 +60,5 @@ def test_processes_that_prepare_a_dataset_run_no_program_of_the_current_folder(
 ) -> None:
     config = tiny()
     workers = ProcessWorkers(kind="processes", count=2)
-    assert asyncio.run(prepare_dataset(root=config.root, data=config.data, workers=workers)).documents
+    assert asyncio.run(prepare_dataset(root=config.root, data=config.data, dataset_workers=workers)).documents
     assert not executed.exists(), executed.read_text()

@@ -157,7 +157,7 @@ def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tin
     from distributed import LocalCluster
 
     def prepared(root: str, workers: Any) -> Any:
-        return asyncio.run(prepare_dataset(root=str(tmp_path / root), data=tiny().data, workers=workers))
+        return asyncio.run(prepare_dataset(root=str(tmp_path / root), data=tiny().data, dataset_workers=workers))
 
     expected = prepared("threads", ThreadWorkers(kind="threads", count=2))
     assert prepared("processes", ProcessWorkers(kind="processes", count=2)) == expected
@@ -177,5 +177,7 @@ def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
     monkeypatch.setattr("tasks.dataset._results", died)
     with pytest.raises(LauncherError, match="a worker was lost"):
         asyncio.run(
-            prepare_dataset(root=str(tmp_path), data=tiny().data, workers=ProcessWorkers(kind="processes", count=1))
+            prepare_dataset(
+                root=str(tmp_path), data=tiny().data, dataset_workers=ProcessWorkers(kind="processes", count=1)
+            )
         )
