@@ -83,8 +83,8 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     """Fail the test that leaves something behind, whatever its fixtures did."""
     result = yield
-    if told := leaks.left_behind(item.stash[_BEFORE], _HOME):
-        pytest.fail("this test left behind: " + "; ".join(told), pytrace=False)
+    if leftovers := leaks.left_behind(item.stash[_BEFORE], _HOME):
+        pytest.fail("this test left behind: " + "; ".join(leftovers), pytrace=False)
     return result
 
 
@@ -178,8 +178,8 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of 200 documents, 160 kB of English-looking sentences."""
     chance = random.Random(7)
-    words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 7))) for _ in range(300)]
-    documents = (" ".join(chance.choices(words, k=160)) for _ in range(200))
+    vocabulary = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 7))) for _ in range(300)]
+    documents = (" ".join(chance.choices(vocabulary, k=160)) for _ in range(200))
     path = tmp_path_factory.mktemp("corpus") / "english.txt"
     path.write_text("\n\n".join(documents))
     return path

@@ -25,13 +25,13 @@ class Cli:
     def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capsys, self._monkeypatch, self._console = capsys, monkeypatch, cli.main.console
 
-    def __call__(self, *words: str) -> Said:
-        self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *words])
+    def __call__(self, *arguments: str) -> Said:
+        self._monkeypatch.setattr(sys, "argv", ["train-litgpt", *arguments])
         self._monkeypatch.setattr("cli.main.console", self._console)  # --json takes another one
         # The command line sets variables for the processes that it starts; here other tests would have them too.
-        with patch.dict(os.environ), pytest.raises(SystemExit) as left:
+        with patch.dict(os.environ), pytest.raises(SystemExit) as end:
             cli.main.main()
-        code = left.value.code
-        said = self._capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Said(int(code or 0), said.out, said.err)
+        code = end.value.code
+        captured = self._capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return Said(int(code or 0), captured.out, captured.err)

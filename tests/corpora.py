@@ -31,7 +31,7 @@ from litgpt_demo.data.tokens import TokenizerFiles
 from litgpt_demo.storage import BucketStorage, open_storage
 
 SEPARATOR = "\n---\n"
-TEXTS = [f"Document {number}: " + " ".join(str(number * other) for other in range(30)) + " ü" for number in range(21)]
+TEXTS = [f"Document {number}: " + " ".join(str(number * factor) for factor in range(30)) + " ü" for number in range(21)]
 TEXTS[4] = "A document that quotes <|endoftext|> is one document."
 
 
@@ -96,8 +96,8 @@ def files(*paths: str | Path, **fields: object) -> FileCorpus:
 
 def of_each(address: str | Path, *ends: str) -> list[str]:
     """Patterns that select each format of a folder, since a folder of several is refused."""
-    there = ends or {path.suffix for path in Path(address).rglob("*.*") if path.is_file()}
-    return [f"{address}/**/*{end}" for end in sorted(there)]
+    found = ends or {path.suffix for path in Path(address).rglob("*.*") if path.is_file()}
+    return [f"{address}/**/*{end}" for end in sorted(found)]
 
 
 def read(corpus: Corpus, scratch: Path) -> list[str]:

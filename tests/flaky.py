@@ -27,8 +27,8 @@ def main() -> int:
             begun = time.monotonic()
             done = subprocess.run([sys.executable, "-m", "pytest"], cwd=CHECKOUT, capture_output=True, text=True)
             seconds, load = time.monotonic() - begun, os.getloadavg()[0]
-        words = done.stdout.strip().splitlines()[-1]
-        print(f"| {number} | {loops} | {seconds:.0f} | {load:.1f} | {words} |", flush=True)
+        summary = done.stdout.strip().splitlines()[-1]
+        print(f"| {number} | {loops} | {seconds:.0f} | {load:.1f} | {summary} |", flush=True)
         if done.returncode != 0:
             red = 1
             print("\n".join(line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))))

@@ -48,8 +48,8 @@ class Snapshot:
 def snapshot(home: Path) -> Snapshot:
     """Return the state now; all processes that tests start have this folder in their environment."""
     # SIGALRM is pytest-timeout's.
-    handlers = {f"handler of {one}": signal.getsignal(one) for one in signal.valid_signals() - {signal.SIGALRM}}
-    limits = {f"limit {one}": resource.getrlimit(one) for one in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)}
+    handlers = {f"handler of {sig}": signal.getsignal(sig) for sig in signal.valid_signals() - {signal.SIGALRM}}
+    limits = {f"limit {key}": resource.getrlimit(key) for key in range(resource.RLIMIT_CORE, resource.RLIMIT_OFILE + 1)}
     environment = {f"${name}": value for name, value in os.environ.items() if name not in OF_PYTEST}
     return Snapshot(
         threads=frozenset(threading.enumerate()),
@@ -64,14 +64,14 @@ _SEEN: dict[int, bool] = {}
 
 def descendants(home: Path) -> frozenset[int]:
     """Return the processes that tests of this process started, also those that no longer are its children."""
-    there = {*psutil.pids()} - {os.getpid()}
-    for number in _SEEN.keys() - there:
+    current = {*psutil.pids()} - {os.getpid()}
+    for number in _SEEN.keys() - current:
         del _SEEN[number]
-    for number in there - _SEEN.keys():
+    for number in current - _SEEN.keys():
         with suppress(OSError):  # it has ended, or is another user's
             _SEEN[number] = str(home).encode() in Path(f"/proc/{number}/environ").read_bytes()
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return frozenset(number for number, ours in _SEEN.items() if ours) | frozenset(map(int, children))
+    return frozenset(number for number, is_child in _SEEN.items() if is_child) | frozenset(map(int, children))
 
 
 def left_behind(before: Snapshot, home: Path) -> list[str]:
@@ -79,16 +79,16 @@ def left_behind(before: Snapshot, home: Path) -> list[str]:
     begun = time.monotonic()
     while True:
         now = snapshot(home)
-        threads = [one.name for one in now.threads - before.threads - SHARED if not _is_kept(one.name)]
+        threads = [thread.name for thread in now.threads - before.threads - SHARED if not _is_kept(thread.name)]
         commands = {number: _command(number) for number in now.children - before.children - SHARED}
-        told = [f"the thread {name!r}" for name in threads]
-        told += [f"the process {number}: {command}" for number, command in commands.items() if command]
-        if not told or time.monotonic() - begun > PATIENCE:
+        findings = [f"the thread {name!r}" for name in threads]
+        findings += [f"the process {number}: {command}" for number, command in commands.items() if command]
+        if not findings or time.monotonic() - begun > PATIENCE:
             break
         time.sleep(0.05)
     old, new = before.rest, now.rest
     changed = [name for name in old.keys() | new.keys() if old.get(name) != new.get(name)]
-    return told + [f"{name}: {new.get(name)!r}, was {old.get(name)!r}" for name in changed]
+    return findings + [f"{name}: {new.get(name)!r}, was {old.get(name)!r}" for name in changed]
 
 
 def _is_kept(thread: str) -> bool:
@@ -98,7 +98,7 @@ def _is_kept(thread: str) -> bool:
 def _command(number: int) -> str:
     """Return its command line; nothing if it has ended, or is one that Python keeps."""
     try:
-        told = " ".join(psutil.Process(number).cmdline())
+        command = " ".join(psutil.Process(number).cmdline())
     except psutil.Error:
         return ""
-    return "" if any(word in told for word in KEPT_PROCESSES) else told
+    return "" if any(word in command for word in KEPT_PROCESSES) else command

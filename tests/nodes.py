@@ -49,11 +49,11 @@ def started_nodes(
 def ended_nodes(directory: Path, *program: str, **how: Any) -> tuple[list[int], list[str]]:
     """Exit codes and outputs of nodes that are let run to their end; for `how` see `started_nodes`."""
     with started_nodes(directory, *program, **how) as nodes:
-        said = [node.communicate()[0] for node in nodes]
-    return [node.returncode for node in nodes], said
+        outputs = [node.communicate()[0] for node in nodes]
+    return [node.returncode for node in nodes], outputs
 
 
 def report_of(directory: Path, number: int = 0) -> dict[str, Any]:
     """What a node wrote of its end."""
-    told: dict[str, Any] = json.loads((directory / f"node-{number}.json").read_text())
-    return told
+    report: dict[str, Any] = json.loads((directory / f"node-{number}.json").read_text())
+    return report

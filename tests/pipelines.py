@@ -70,8 +70,8 @@ print(f"of {{number}} lines", flush=True)
 def ticking(tmp_path: Path) -> Iterator[ScriptConfig]:
     """The config, in `run.yaml`, of a script that counts until there is a file `enough`; its job ends with the test."""
     (tmp_path / "tick.py").write_text(TICK.replace("FOLDER", str(tmp_path)))
-    given = {"name": "ticking", "root": str(tmp_path / "out"), "script": str(tmp_path / "tick.py")}
-    config = validated(ScriptConfig, given, where="ticking")
+    settings = {"name": "ticking", "root": str(tmp_path / "out"), "script": str(tmp_path / "tick.py")}
+    config = validated(ScriptConfig, settings, where="ticking")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     yield config
     claim_of(config).attempts.cancel()

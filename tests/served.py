@@ -48,13 +48,13 @@ class Served:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def python(self, *words: str) -> str:
-        return self.call(sys.executable, "-m", *words)
+    def python(self, *arguments: str) -> str:
+        return self.call(sys.executable, "-m", *arguments)
 
     def serve(self) -> str:
-        said = self.python("cli", "serve", "--port", str(self.port))
+        output = self.python("cli", "serve", "--port", str(self.port))
         leaks.SHARED.update(int(file.read_text().split()[0]) for file in (self.home / "serve").glob("*.pid"))
-        return said
+        return output
 
 
 @pytest.fixture(scope="package")
@@ -63,12 +63,12 @@ def served(prefect_home: Callable[[], Path], tmp_path_factory: pytest.TempPathFa
         port = probe.getsockname()[1]
     made = Served(port, prefect_home(), tmp_path_factory.mktemp("served"))
     try:
-        said = made.serve()
-        assert made.secret not in said
+        output = made.serve()
+        assert made.secret not in output
         yield made
     finally:
-        said = made.python("cli", "stop")
-        assert said.split() == ["worker", "stopped", "server", "stopped"]
+        output = made.python("cli", "stop")
+        assert output.split() == ["worker", "stopped", "server", "stopped"]
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ def require_refusals(address: str, body: dict[str, Any]) -> None:
     with httpx.Client(trust_env=False, timeout=None) as client:
         for headers in ({}, page, {"Authorization": "Basic bGl0Z3B0Omd1ZXNzZWQ="}):
             assert client.post(address, json=body, headers=headers).status_code == 401
-        asked = client.options(address, headers={**page, "Access-Control-Request-Method": "POST"})
-    assert asked.status_code >= 400
-    assert "Access-Control-Allow-Origin" not in asked.headers
+        preflight = client.options(address, headers={**page, "Access-Control-Request-Method": "POST"})
+    assert preflight.status_code >= 400
+    assert "Access-Control-Allow-Origin" not in preflight.headers
 
 
 class _Runs:
@@ -39,7 +39,7 @@ def evil_scheduler(marker: Path) -> Iterator[str]:
 
     greeting = b"".join(_add_frames_header(list(dumps({"a": ToPickle(_Runs(marker))})))[0])
     with socket.create_server(("127.0.0.1", 0)) as server:
-        said = Thread(target=lambda: server.accept()[0].sendall(greeting))
-        said.start()
+        greeter = Thread(target=lambda: server.accept()[0].sendall(greeting))
+        greeter.start()
         yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        said.join()
+        greeter.join()

@@ -52,7 +52,9 @@ def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect() -> N
     def upward(path: str) -> list[tuple[int, str]]:
         package = path.partition("/")[0]
         allowed = {*HOUSE[HOUSE.index(package) :], *(("prefect",) if package in KNOWS_PREFECT else ())}
-        return [one for one in imports(path) if one[1].partition(".")[0] in {*HOUSE, "prefect", ""} - allowed]
+        return [
+            imported for imported in imports(path) if imported[1].partition(".")[0] in {*HOUSE, "prefect", ""} - allowed
+        ]
 
     require(upward, "import from packages further down, by their full names")
 
@@ -61,10 +63,10 @@ def test_neither_files_nor_packages_import_each_other_in_a_circle() -> None:
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source()}
     # A module at the top, such as launcher.errors, counts for itself.
     packages = {name: name.rpartition(".")[0] if name.count(".") > 1 else name for name in modules}
-    files, below = ({one: set[str]() for one in ones} for ones in (modules, packages.values()))
+    files, below = ({name: set[str]() for name in ones} for ones in (modules, packages.values()))
     for name, path in modules.items():
         conditions = [node for node in source()[path] if isinstance(node, ast.If)]
-        typed = {inner.lineno for one in conditions if "TYPE" in ast.unparse(one.test) for inner in one.body}
+        typed = {inner.lineno for name in conditions if "TYPE" in ast.unparse(name.test) for inner in name.body}
         for line, what in imports(path):
             found = what if what in modules else what.rpartition(".")[0]
             if found in modules and found != name and line not in typed:
@@ -88,9 +90,9 @@ def executes_what_it_reads(node: ast.AST) -> bool:
     """Whether it lets torch or numpy unpickle, or runs text or a model's own code."""
     if not isinstance(node, ast.Call):
         return False
-    called, given = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
-    careless = called == "torch.load" and given.get("weights_only") != "True"
-    allowed = {given.get("allow_pickle", "False"), given.get("trust_remote_code", "False")} != {"False"}
+    called, arguments = ast.unparse(node.func), {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    careless = called == "torch.load" and arguments.get("weights_only") != "True"
+    allowed = {arguments.get("allow_pickle", "False"), arguments.get("trust_remote_code", "False")} != {"False"}
     return careless or allowed or called in _INTERPRETERS
 
 
@@ -128,7 +130,9 @@ def platform_of(path: str) -> str | None:
 
 def test_a_platform_is_imported_in_its_own_folder_only() -> None:
     def foreign(path: str) -> list[tuple[int, str]]:
-        return [one for one in imports(path) if platform_of(f"{one[1]}.") not in {None, platform_of(path)}]
+        return [
+            imported for imported in imports(path) if platform_of(f"{imported[1]}.") not in {None, platform_of(path)}
+        ]
 
     require(foreign, "ask launcher.platforms.settings or launcher.platforms.base")
 
@@ -152,8 +156,8 @@ def test_nobody_asks_which_platform_or_network_it_is() -> None:
             match node:
                 case ast.Constant(value=str(value)) if value in {*NETWORKS, *KINDS} - known:
                     yield node.lineno, value
-                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[one, *_]) if path != REGISTRY:
-                    yield from [(node.lineno, ast.unparse(node))] if ast.unparse(one).endswith("platform") else []
+                case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[target, *_]) if path != REGISTRY:
+                    yield from [(node.lineno, ast.unparse(node))] if ast.unparse(target).endswith("platform") else []
 
     require(lambda path: [*asked(path)], "put the question on PlatformSettings, Platform or launcher.networks")
 

@@ -61,9 +61,9 @@ def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_
     assert done.code == 0, done
     assert [job for job in yaml.safe_load_all(done.out) if job]
     assert (f"{config.name}-unknown" in done.out) is needs_the_hub
-    told = [line for line in done.out.splitlines() if line.startswith("# ")]
-    assert len(told[1:]) == done.err.count("? unknown here"), "told at the top, and on stderr"
-    assert done.out.startswith("# Not to be sent as it is: ") == bool(told)
+    comments = [line for line in done.out.splitlines() if line.startswith("# ")]
+    assert len(comments[1:]) == done.err.count("? unknown here"), "told at the top, and on stderr"
+    assert done.out.startswith("# Not to be sent as it is: ") == bool(comments)
 
     done = cli("plan", str(path))
     assert done.code == 0, done
@@ -77,7 +77,7 @@ def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_
         assert re.search(fits, image)
 
 
-PLATFORMS = [get_args(one.model_fields["kind"].annotation)[0] for one in settings_classes()]
+PLATFORMS = [get_args(settings.model_fields["kind"].annotation)[0] for settings in settings_classes()]
 
 
 @pytest.mark.parametrize("kind", PLATFORMS)
@@ -104,8 +104,8 @@ def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(kind: st
     for sent_by in (None, profile):
         jobs += previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], sent_by)).values()
     assert jobs[1].platform == kind
-    here, there = (re.search(r"stdlib-gpt-[0-9a-f]{10}", job.job_id) for job in jobs)
-    assert here[0] == there[0]
+    local, elsewhere = (re.search(r"stdlib-gpt-[0-9a-f]{10}", job.job_id) for job in jobs)
+    assert local[0] == elsewhere[0]
     done = cli("plan", "deployments/configs/local.yaml", "--platform", str(profile))
     assert done.code == 0, done
     assert ("nothing blocks it" in done.out) == (kind == "local")

@@ -21,19 +21,19 @@ def commands(program: str = "") -> Iterator[list[str]]:
     for page in PAGES:
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             for line in block.splitlines():
-                if (words := shlex.split(line, comments=True)) and words[0].startswith(program):
-                    yield words
+                if (arguments := shlex.split(line, comments=True)) and arguments[0].startswith(program):
+                    yield arguments
 
 
 def test_no_command_is_of_a_kind_that_is_not_tested() -> None:
-    assert {words[0] for words in commands()} <= {"make", "train-litgpt", "prefect", "."}
+    assert {arguments[0] for arguments in commands()} <= {"make", "train-litgpt", "prefect", "."}
 
 
 def test_each_make_command_has_its_target() -> None:
     targets = set(re.findall(r"^([\w-]+):", Path("Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     targets |= {f"test-{topic.name}" for topic in Path("tests/real").iterdir() if topic.is_dir()}
-    asked = {word for words in commands("make") for word in words[1:] if "=" not in word}
-    assert asked <= targets
+    named = {argument for arguments in commands("make") for argument in arguments[1:] if "=" not in argument}
+    assert named <= targets
 
 
 def test_make_alone_lists_what_there_is_and_each_with_its_words() -> None:
@@ -61,13 +61,13 @@ def test_each_command_of_ours_is_understood_and_its_config_stands(
     for name in (name for name in shown if name.endswith(".yaml") and "/" not in name):
         (tmp_path / name).write_text(shown[name])
     verbs = get_command(app).commands  # type: ignore[attr-defined]
-    for words in commands("train-litgpt"):
-        verb, *arguments = words[1:]
-        given = verbs[verb].make_context(verb, list(arguments)).params
+    for command in commands("train-litgpt"):
+        verb, *arguments = command[1:]
+        options = verbs[verb].make_context(verb, list(arguments)).params
         configs = [word for word in arguments if word.endswith(".yaml") and "/profiles/" not in word]
         overrides = [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)]
         for config in configs:
-            read_config((tmp_path if config in shown else Path()) / config, overrides, given.get("profile"))
+            read_config((tmp_path if config in shown else Path()) / config, overrides, options.get("profile"))
 
 
 def test_each_link_to_a_file_leads_somewhere() -> None:
@@ -86,7 +86,9 @@ def test_each_promise_names_a_test(promises: str) -> None:
 
 def test_each_test_that_a_page_names_exists() -> None:
     named = [(Path(file), name) for page in PAGES for file, name in TEST.findall(page.read_text(encoding="utf-8"))]
-    assert [one for one in named if not one[0].is_file() or f"\ndef {one[1]}(" not in one[0].read_text()] == []
+    assert [
+        entry for entry in named if not entry[0].is_file() or f"\ndef {entry[1]}(" not in entry[0].read_text()
+    ] == []
 
 
 def test_the_skill_is_what_an_assistant_loads() -> None:

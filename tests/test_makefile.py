@@ -136,7 +136,7 @@ def test_extra_of_the_environment_is_not_installed(clone: Clone) -> None:
 def test_audit_prints_the_vulnerabilities_it_finds(
     answers: list[Any], line: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    texts = iter(json.dumps({"dependencies": one}) if isinstance(one, list) else one for one in answers)
+    texts = iter(json.dumps({"dependencies": answer}) if isinstance(answer, list) else answer for answer in answers)
     monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(stdout=next(texts)))
     assert audit.main([Path("constraints.txt")]) == code
     printed = capsys.readouterr().out

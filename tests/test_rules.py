@@ -36,9 +36,9 @@ def broken_rules(tree: ast.AST) -> Iterator[tuple[int, str]]:
             waits = keyword.arg == "timeout" or (keyword.arg == "seconds" and called == "until")
             if waits and isinstance(bound, int | float):
                 yield node.lineno, f"no {keyword.arg}=: the guard against hanging is pytest's"
-        for given in node.args:
-            if called.endswith(("bind", "create_server", "Server")) and isinstance(given, ast.Tuple):
-                port = given.elts[-1]
+        for argument in node.args:
+            if called.endswith(("bind", "create_server", "Server")) and isinstance(argument, ast.Tuple):
+                port = argument.elts[-1]
                 if isinstance(port, ast.Constant) and port.value != 0:
                     yield node.lineno, "no port of its own: bind port 0 and hand it on"
 

@@ -75,10 +75,10 @@ def test_looking_imports_nothing_heavy(workdir: Path) -> None:
         "print(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    completed, *_, own, others, imported = done.stdout.splitlines()
+    completed, *_, own, libraries, imported = done.stdout.splitlines()
     assert completed == "status"
     assert re.fullmatch(r"train-litgpt \d+\.\d+\.\d+(, commit [0-9a-f]{10}( with changes)?)?", own)
-    assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", others)
+    assert re.fullmatch(r"torch 2\.\S+, litgpt 0\.\S+, prefect 3\.\S+, python 3\.\S+", libraries)
     heavy = {"torch", "lightning", "litgpt", "prefect", "gigatoken", "pyarrow", "matplotlib", "google.cloud"}
     assert heavy.isdisjoint(imported.split())
 

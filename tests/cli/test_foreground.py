@@ -31,7 +31,7 @@ def job(phase: JobPhase = "started", *, run: str = "tiny-1234", root: str = "out
 FLOW = FlowRunStarted(id="0")
 
 
-def said(*events: Any) -> str:
+def printed(*events: Any) -> str:
     tracker = Tracker()
     for event in events:
         tracker.receive(event)
@@ -40,7 +40,7 @@ def said(*events: Any) -> str:
 
 def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
     another, training = (job(run="a-1"), job("ended", run="a-1")), StepStarted(step=Step.TRAINING)
-    text = said(FLOW, training, job("submitting"), job(), *another)
+    text = printed(FLOW, training, job("submitting"), job(), *another)
     assert "the job continues as tiny-1234 on local" in text
     assert "as a-1" not in text
     assert "reattach   train-litgpt run tiny.yaml" in text
@@ -57,7 +57,7 @@ def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_ca
     ],
 )
 def test_farewell_without_a_job_names_none(events: tuple[Any, ...], text_part: str) -> None:
-    text = said(*events)
+    text = printed(*events)
     assert text_part in text
     assert "the job goes on" not in text
 

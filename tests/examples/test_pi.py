@@ -18,8 +18,8 @@ def test_the_ranks_share_the_intervals_evenly_and_their_parts_add_up_to_the_whol
     shares = [PI["share"](steps, rank, ranks) for rank in range(ranks)]
     assert [interval for share in shares for interval in share] == list(range(steps))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    whole = math.fsum(PI["area"](share, steps) for share in shares)
-    assert whole == pytest.approx(PI["area"](range(steps), steps), rel=1e-13)
+    total = math.fsum(PI["area"](share, steps) for share in shares)
+    assert total == pytest.approx(PI["area"](range(steps), steps), rel=1e-13)
 
 
 def test_one_process_needs_no_torchrun() -> None:

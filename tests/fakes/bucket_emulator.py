@@ -54,7 +54,7 @@ class _Object:
     def crc32c(self) -> str:
         return b64encode(google_crc32c.value(self.content).to_bytes(4, "big")).decode()
 
-    def told(self, bucket: str, name: str) -> dict[str, str]:
+    def description(self, bucket: str, name: str) -> dict[str, str]:
         size = str(len(self.content))
         return {"bucket": bucket, "name": name, "generation": self.generation, "size": size, "crc32c": self.crc32c}
 
@@ -64,7 +64,7 @@ class _Upload:
     """A resumable one."""
 
     bucket: str
-    asked: dict[str, str]
+    metadata: dict[str, str]
     query: Query
     content: bytes = b""
     done: Answer | None = None
@@ -89,8 +89,8 @@ class Buckets:
             with self._lock:
                 return self._answer(method, parts, query, body, {name.lower(): headers[name] for name in headers})
         except _RefusedError as refused:
-            words = {"error": {"code": refused.status, "message": str(refused)}}
-            return refused.status, json.dumps(words).encode(), {}
+            error = {"error": {"code": refused.status, "message": str(refused)}}
+            return refused.status, json.dumps(error).encode(), {}
 
     def _answer(self, method: str, parts: list[str], query: Query, body: bytes, headers: dict[str, str]) -> Answer:
         bucket = parts[0]
@@ -114,7 +114,7 @@ class Buckets:
                 names = sorted(name for name in self.objects[bucket] if name.startswith(query.get("prefix", "")))
                 if "delimiter" in query:
                     names = [name for name in names if "/" not in name.removeprefix(query.get("prefix", ""))]
-                return _json({"items": [self.objects[bucket][name].told(bucket, name) for name in names]})
+                return _json({"items": [self.objects[bucket][name].description(bucket, name) for name in names]})
             case "POST", [name, "compose"]:
                 return self._compose(bucket, name, query, json.loads(body)["sourceObjects"])
             case "DELETE", [name]:
@@ -125,7 +125,7 @@ class Buckets:
             case "GET", [name]:
                 found = self._found(bucket, name, query)
                 if query.get("alt") != "media":
-                    return _json(found.told(bucket, name))
+                    return _json(found.description(bucket, name))
                 return _part(found.content, headers["range"]) if "range" in headers else (200, found.content, {})
         raise _RefusedError(501, f"{method} {parts} is nothing that the emulator knows")
 
@@ -136,30 +136,30 @@ class Buckets:
         return found
 
     def _check(self, bucket: str, name: str, query: Query) -> None:
-        there = self.objects[bucket].get(name)
-        if query.get("ifGenerationMatch") not in {None, there.generation if there else "0"}:
+        current = self.objects[bucket].get(name)
+        if query.get("ifGenerationMatch") not in {None, current.generation if current else "0"}:
             raise _RefusedError(412, "At least one of the pre-conditions you specified did not hold.")
 
-    def _put(self, bucket: str, asked: dict[str, str], query: Query, content: bytes) -> Answer:
+    def _put(self, bucket: str, metadata: dict[str, str], query: Query, content: bytes) -> Answer:
         made = _Object(content, str(next(self._generations)))
-        if asked.get("crc32c") not in {None, made.crc32c}:
-            raise _RefusedError(400, f"Provided CRC32C {asked['crc32c']} doesn't match calculated {made.crc32c}.")
-        self._check(bucket, asked["name"], query)
-        self.objects[bucket][asked["name"]] = made
-        return _json(made.told(bucket, asked["name"]))
+        if metadata.get("crc32c") not in {None, made.crc32c}:
+            raise _RefusedError(400, f"Provided CRC32C {metadata['crc32c']} doesn't match calculated {made.crc32c}.")
+        self._check(bucket, metadata["name"], query)
+        self.objects[bucket][metadata["name"]] = made
+        return _json(made.description(bucket, metadata["name"]))
 
     def _continue(self, upload: _Upload, body: bytes, place: str) -> Answer:
         start, end, size = map(int, re.findall(r"\d+", place))
         upload.content = upload.content[:start] + body
         if end + 1 < size:
             return 308, b"", {"Range": f"bytes=0-{end}"}
-        upload.done = upload.done or self._put(upload.bucket, upload.asked, upload.query, upload.content)
+        upload.done = upload.done or self._put(upload.bucket, upload.metadata, upload.query, upload.content)
         return upload.done
 
     def _compose(self, bucket: str, name: str, query: Query, sources: list[dict[str, Any]]) -> Answer:
         if not 1 <= len(sources) <= 32:
             raise _RefusedError(400, "The number of source components must be between 1 and 32.")
-        parts = [self._found(bucket, one["name"], {"generation": str(one["generation"])}) for one in sources]
+        parts = [self._found(bucket, source["name"], {"generation": str(source["generation"])}) for source in sources]
         return self._put(bucket, {"name": name}, query, b"".join(part.content for part in parts))
 
 
@@ -167,8 +167,8 @@ def _json(value: object) -> Answer:
     return 200, json.dumps(value).encode(), {"Content-Type": "application/json"}
 
 
-def _part(content: bytes, asked: str) -> Answer:
-    start, _, end = asked.removeprefix("bytes=").partition("-")
+def _part(content: bytes, wanted: str) -> Answer:
+    start, _, end = wanted.removeprefix("bytes=").partition("-")
     part = content[int(start) : int(end or len(content)) + 1]
     return 206, part, {"Content-Range": f"bytes {start}-{int(start) + len(part) - 1}/{len(content)}"}
 

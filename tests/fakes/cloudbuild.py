@@ -61,7 +61,9 @@ class CloudBuild:
 
     def list_builds(self, *, request: dict[str, Any], timeout: float) -> list[types.Build]:
         self.behind -= 1
-        found = [one for one in self.builds.values() if request["filter"] in {f'tags="{tag}"' for tag in one.tags}]
+        found = [
+            build for build in self.builds.values() if request["filter"] in {f'tags="{tag}"' for tag in build.tags}
+        ]
         return [] if self.behind >= 0 else found
 
     def cancel_build(self, *, name: str, id: str, project_id: str, timeout: float) -> None:
@@ -71,7 +73,7 @@ class CloudBuild:
         source = build.source.storage_source
         content = open_storage(f"gs://{source.bucket}").read(source.object_)
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:gz") as tar:
-            files = {one.name: tar.extractfile(one).read() for one in tar if one.isfile()}  # type: ignore[union-attr]
+            files = {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}  # type: ignore[union-attr]
         self.contexts.append(files)
         self._write_log(build, self.lines[:1])
         build.status = Status.WORKING

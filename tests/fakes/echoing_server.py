@@ -22,9 +22,13 @@ class Echo:
     """`WWW-Authenticate` of the answer to a request without `Authorization`."""
     granted: str = ""
     """The path whose answer is a token; others repeat the request."""
-    form: Callable[[str], object] = lambda said: {"message": said, "error": said, "errors": [{"message": said}]}
+    form: Callable[[str], object] = lambda request: {
+        "message": request,
+        "error": request,
+        "errors": [{"message": request}],
+    }
     """The JSON in which a request is repeated."""
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     """Every request as it came: line, headers and body."""
 
     @property
@@ -36,20 +40,20 @@ class _Handler(Answering):
     def repeat(self) -> None:
         echo: Echo = self.server.echo  # type: ignore[attr-defined]
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
-        said = f"{self.requestline}\n{self.headers}\n{body}"
-        echo.asked.append(said)
+        request = f"{self.requestline}\n{self.headers}\n{body}"
+        echo.requests.append(request)
         authorization = self.headers.get("Authorization", "")
         headers = {"X-Error-Message": f"{authorization} {body}", "X-Request-Id": authorization}
-        status, told = echo.status, json.dumps(echo.form(said))
+        status, document = echo.status, json.dumps(echo.form(request))
         if echo.challenge and not authorization and not self.path.startswith(echo.granted or "/token"):
             status, headers = 401, {"WWW-Authenticate": echo.challenge}
         elif echo.granted and self.path.startswith(echo.granted):
-            status, told = 200, json.dumps({"token": "granted-s3cret-marker"})
+            status, document = 200, json.dumps({"token": "granted-s3cret-marker"})
         elif echo.moved_to:
             query = urlencode({"token": authorization, "body": body})
             status, headers = 307, {"Location": f"{echo.moved_to}/login?{query}"}
         lines = {name: value.replace("\n", " ") for name, value in headers.items()}
-        self.answer(status, told.encode(), {**lines, "Content-Type": "application/json"})
+        self.answer(status, document.encode(), {**lines, "Content-Type": "application/json"})
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = repeat
 

@@ -18,14 +18,14 @@ IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
 
 def gke(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> GkePlatform:
     """The platform, by the cluster's kubeconfig."""
-    given = {
+    settings = {
         "kind": "gke",
         "kubeconfig": str(cluster.kubeconfig),
         "nodes": 2,
         "grace_period": 1,
         "network_test": 0,
     } | settings
-    return GkePlatform(GkePlatformConfig.model_validate(given), removal=removal)
+    return GkePlatform(GkePlatformConfig.model_validate(settings), removal=removal)
 
 
 def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:
@@ -34,9 +34,9 @@ def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:
     return replace(made, **changes)
 
 
-def started(cluster: Cluster, platform: GkePlatform, asked: Job) -> JobId:
+def started(cluster: Cluster, platform: GkePlatform, job: Job) -> JobId:
     """Submitted, watched, and running on all nodes."""
-    job_id = platform.submit(platform.render(asked))
+    job_id = platform.submit(platform.render(job))
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     return job_id
 

@@ -129,18 +129,18 @@ class _Handler(Answering):
             data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
         content_range = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-        left = data[start:]
-        self.answer(206 if start else 200, headers=content_range | {"Content-Length": str(len(left))})
+        rest = data[start:]
+        self.answer(206 if start else 200, headers=content_range | {"Content-Length": str(len(rest))})
         if self.command == "HEAD":
             return
         self.hub.starts.append(start)
-        self.wfile.write(left[: len(left) // 2])
+        self.wfile.write(rest[: len(rest) // 2])
         self.hub.gate.wait()
         if self.hub.cuts:
             self.hub.cuts -= 1
             self.close_connection = True
         else:
-            self.wfile.write(left[len(left) // 2 :])
+            self.wfile.write(rest[len(rest) // 2 :])
 
     def _repository(self, name: str, revision: str) -> Repository | None:
         repository = self.hub.repositories.get(name)

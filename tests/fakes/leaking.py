@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 def leaks(error: BaseException | str, *secrets: str) -> list[str]:
     """The secrets that stand in a text, or in an error as reports show it: as they are, or as requests write them."""
-    told = error if isinstance(error, str) else _shown(error)
-    return [secret for secret in secrets if any(written in told for written in _ways(secret))]
+    text = error if isinstance(error, str) else _shown(error)
+    return [secret for secret in secrets if any(written in text for written in _ways(secret))]
 
 
 def _shown(error: BaseException) -> str:

@@ -13,7 +13,7 @@ class RefusingProxy:
     """A running proxy."""
 
     address: str
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     """The request lines that reached it."""
 
     @property
@@ -27,7 +27,7 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_one_request(self) -> None:
         self.close_connection = True
         if line := self.rfile.readline(65_537).decode(errors="replace").strip():
-            self.server.proxy.asked.append(line)  # type: ignore[attr-defined]
+            self.server.proxy.requests.append(line)  # type: ignore[attr-defined]
             self.wfile.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
 
 

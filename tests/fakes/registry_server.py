@@ -39,7 +39,7 @@ class Running:
     manifests: dict[tuple[str, str], tuple[str, bytes]] = field(default_factory=dict)
     """Media type and bytes by name and tag, or name and digest."""
     blobs: dict[str, bytes] = field(default_factory=dict)
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     """Every request: its method and path."""
 
     @property
@@ -61,7 +61,10 @@ class Running:
         """Put an image with labels and without layers there, for several processors by an index; returns `…:1`."""
         if architectures:
             # BuildKit lists its attestations too.
-            rows = [self._listed(name, labels, one, tag=f"1-{one}") for one in ("unknown", *architectures)]
+            rows = [
+                self._listed(name, labels, architecture, tag=f"1-{architecture}")
+                for architecture in ("unknown", *architectures)
+            ]
             self.put(name, "1", {"mediaType": OCI_INDEX, "manifests": rows})
         else:
             self._listed(name, labels, "amd64", tag="1")
@@ -135,21 +138,21 @@ class _Handler(Answering):
         self.answer(200, content, headers={"Content-Type": kind, "Docker-Content-Digest": digest_of(content)})
 
     def is_authorized(self, name: str) -> bool:
-        given = self.headers.get("Authorization", "")
-        return not self.registry.account or given == f"Bearer {token(f'repository:{name}:pull')}"
+        authorization = self.headers.get("Authorization", "")
+        return not self.registry.account or authorization == f"Bearer {token(f'repository:{name}:pull')}"
 
     def challenge(self, token_host: str, scope: str) -> None:
         realm = f"http://{token_host}:{self.registry.port}/token"
         self.answer(401, headers={"WWW-Authenticate": f'Bearer realm="{realm}",service="{SERVICE}",scope="{scope}"'})
 
-    def grant(self, asked: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:
-        if allowed and asked.get("service") == [SERVICE] and asked.get("scope"):
-            self.answer(200, json.dumps({field: token(asked["scope"][0])}).encode())
+    def grant(self, query: dict[str, list[str]], *, allowed: bool, field: str = "token") -> None:
+        if allowed and query.get("service") == [SERVICE] and query.get("scope"):
+            self.answer(200, json.dumps({field: token(query["scope"][0])}).encode())
         else:
             self.answer(401)
 
     def log_request(self, code: object = "-", size: object = "-") -> None:
-        self.registry.asked.append(f"{self.command} {self.path}")
+        self.registry.requests.append(f"{self.command} {self.path}")
 
 
 def digest_of(content: bytes) -> str:

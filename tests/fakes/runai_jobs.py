@@ -21,5 +21,5 @@ def job_of(**changes: Any) -> Job:
 
 def found(platform: Platform, job: Job) -> dict[str, str]:
     """What stands in the way of a job, by its code."""
-    told = platform.check(platform.render(job))
-    return {one.code: str(one) for one in told if one.severity in {"error", "unknown"}}
+    findings = platform.check(platform.render(job))
+    return {finding.code: str(finding) for finding in findings if finding.severity in {"error", "unknown"}}

@@ -21,7 +21,7 @@ class Answering(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def log_message(self, format: str, *words: object) -> None: ...
+    def log_message(self, format: str, *arguments: object) -> None: ...
 
 
 @contextmanager

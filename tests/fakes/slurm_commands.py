@@ -61,21 +61,21 @@ class SlurmCommands:
         code, text = getattr(self, f"_{command[0]}")(command[1:], input)
         return subprocess.CompletedProcess(command, code, "" if code else text, text if code else "")
 
-    def _id(self, words: list[str], _: str) -> tuple[int, str]:
-        assert words == ["-un"]
+    def _id(self, arguments: list[str], _: str) -> tuple[int, str]:
+        assert arguments == ["-un"]
         return 0, f"{self.user}\n"
 
-    def _sinfo(self, words: list[str], _: str) -> tuple[int, str]:
-        return 0, "slurm 22.05.8\n" if words == ["--version"] else "main* up infinite 2 (null)\n"
+    def _sinfo(self, arguments: list[str], _: str) -> tuple[int, str]:
+        return 0, "slurm 22.05.8\n" if arguments == ["--version"] else "main* up infinite 2 (null)\n"
 
-    def _scontrol(self, words: list[str], _: str) -> tuple[int, str]:
-        assert words == ["show", "config"]
+    def _scontrol(self, arguments: list[str], _: str) -> tuple[int, str]:
+        assert arguments == ["show", "config"]
         return 0, "Configuration data as of 2026-11-28T11:03:48\nClusterName             = cluster\n"
 
-    def _sbatch(self, words: list[str], script: str) -> tuple[int, str]:
-        if words == ["--test-only"]:
+    def _sbatch(self, arguments: list[str], script: str) -> tuple[int, str]:
+        if arguments == ["--test-only"]:
             return 0, ""
-        assert words == ["--parsable"]
+        assert arguments == ["--parsable"]
         options = dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", script, re.MULTILINE))
         number = max([self.first_number - 1, *self.jobs, *(job.number for job in self.accounts)]) + 1
         comment = " ".join(shlex.split(options["comment"]))
@@ -84,15 +84,15 @@ class SlurmCommands:
         self.accounts.append(job)
         return self.answer or (0, f"{number}\n")
 
-    def _squeue(self, words: list[str], _: str) -> tuple[int, str]:
-        assert words[:3] == ["-h", "-t", "all"]
-        assert words[-2:] == ["-o", "%i|%T|%r|%S|%N|%u|%j|%k"]
+    def _squeue(self, arguments: list[str], _: str) -> tuple[int, str]:
+        assert arguments[:3] == ["-h", "-t", "all"]
+        assert arguments[-2:] == ["-o", "%i|%T|%r|%S|%N|%u|%j|%k"]
         rows = self._seen(self.jobs.values())
         for job in rows:
             job.saving -= job.saving > 0
             job.state = "FAILED" if job.saving == 1 and job.state == "RUNNING" else job.state
-        for word in words[3:-2]:
-            flag, value = word.split("=")
+        for argument in arguments[3:-2]:
+            flag, value = argument.split("=")
             rows = [job for job in rows if value == {"--name": job.name, "--jobs": str(job.number)}[flag]]
             if flag == "--jobs" and not rows:
                 return 1, "slurm_load_jobs error: Invalid job id specified"
@@ -100,25 +100,25 @@ class SlurmCommands:
         return 0, "".join(f"{job.number}|{job.state}|{job.reason}|{start}|n0,n1|{job.user}|{job.name}|{job.comment}\n"
                           for job in rows)  # fmt: skip
 
-    def _sacct(self, words: list[str], _: str) -> tuple[int, str]:
+    def _sacct(self, arguments: list[str], _: str) -> tuple[int, str]:
         if not self.keeps_accounts:
             return 1, "Slurm accounting storage is disabled"
-        assert words[:4] == ["-n", "-X", "-P", "-a"]
-        assert words[-2:] == ["-o", "JobIDRaw,State,Start,NodeList,User,JobName,Comment"]
-        names = [word.removeprefix("--name=") for word in words if word.startswith("--name=")]
-        numbers = [int(word.removeprefix("--jobs=")) for word in words if word.startswith("--jobs=")]
+        assert arguments[:4] == ["-n", "-X", "-P", "-a"]
+        assert arguments[-2:] == ["-o", "JobIDRaw,State,Start,NodeList,User,JobName,Comment"]
+        names = [argument.removeprefix("--name=") for argument in arguments if argument.startswith("--name=")]
+        numbers = [int(argument.removeprefix("--jobs=")) for argument in arguments if argument.startswith("--jobs=")]
         rows = [job for job in self._seen(self.accounts) if job.name in names or job.number in numbers]
         return 0, "".join(
             f"{job.number}|{job.state}|2026-11-28T11:03:48|n[0-1]|{job.user}|{job.name}|\n" for job in rows
         )
 
-    def _scancel(self, words: list[str], _: str) -> tuple[int, str]:
-        job = self.jobs.get(int(words[-1]))
+    def _scancel(self, arguments: list[str], _: str) -> tuple[int, str]:
+        job = self.jobs.get(int(arguments[-1]))
         if job is None:
-            return 1, f"scancel: error: Kill job error on job id {words[-1]}: Invalid job id specified"
+            return 1, f"scancel: error: Kill job error on job id {arguments[-1]}: Invalid job id specified"
         if job.user != self.user:
             return 210, f"scancel: error: Kill job error on job id {job.number}: Access/permission denied"
-        if "--signal=TERM" in words:
+        if "--signal=TERM" in arguments:
             job.saving = 3
         else:
             job.state = "CANCELLED"

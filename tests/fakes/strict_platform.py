@@ -59,8 +59,8 @@ class StrictPlatform:
         self._answer()
         if submission.platform != self.name:
             raise PlatformRefused(f"this was rendered for {submission.platform}; render it for {self.name}")
-        if (there := self._lives.get(submission.job_id)) is not None:
-            if there.submission.body != submission.body:
+        if (existing := self._lives.get(submission.job_id)) is not None:
+            if existing.submission.body != submission.body:
                 raise PlatformRefused(f"{submission.job_id} is there with another body; give it another name")
             return submission.job_id
         for rival in self.live():

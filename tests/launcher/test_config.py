@@ -48,8 +48,8 @@ def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
     spoken = overridden(overridden(document, {name: first}), {name: last})
     assert reduce(getitem, path, spoken) == last
     assert spoken == overridden(document, {name: last})
-    for one in document.keys() - {path[0]}:
-        assert spoken[one] == document[one]
+    for key in document.keys() - {path[0]}:
+        assert spoken[key] == document[key]
 
 
 HUB = {"data": {"corpus": {"kind": "hub", "name": "a/b", "revision": "v1"}, "split_seed": 7}}
@@ -135,15 +135,15 @@ def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: st
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("train:\n\tmax_steps: 5", "line 2 has a tab, but YAML needs spaces"),
         ("train:\n  max_steps: 5\n   seed: 3", "line 3 cannot be a setting.* line above it is indented"),
         ("train:\n  max_steps: 5\n seed: 3", "line 3 is not below the settings of its section"),
     ],
 )
-def test_a_slip_of_indentation_is_told_in_the_words_of_settings(text: str, told: str) -> None:
-    with pytest.raises(yaml.YAMLError, match=told) as raised:
+def test_a_slip_of_indentation_is_told_in_the_words_of_settings(text: str, message: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=message) as raised:
         load_yaml(text)
     assert "unicode string" not in str(raised.value)
 
@@ -157,21 +157,21 @@ def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may
 
 
 def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(tmp_path: Path) -> None:
-    config, there = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
+    config, profile = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
     config.write_text(
         "name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace_period: 5}\n"
     )
-    there.write_text("platform: {kind: local, processes: 2}\n")
-    assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=there) == {
+    profile.write_text("platform: {kind: local, processes: 2}\n")
+    assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=profile) == {
         "name": "mine",
         "root": "here",
         "train": {"max_steps": 9, "seed": 1},
         "platform": {"kind": "local", "processes": 2, "nodes": 3},  # nothing of the config's grace and nodes is left
     }
     for more_or_less in ("platform: {kind: local}\nmodel: {}\n", "root: there\n"):
-        there.write_text(more_or_less)
+        profile.write_text(more_or_less)
         with pytest.raises(ConfigProblem, match=r"profile\.yaml"):
-            config_document(config, platform_file=there)
+            config_document(config, platform_file=profile)
 
 
 def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> None:
@@ -189,7 +189,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("document", "expected"),
     [
         ({"train": None}, "train: None given; settings belong here"),
         ({"name": "x" * 33}, "given; a name has lower-case letters"),
@@ -214,9 +214,11 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ),
     ],
 )
-def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(document: dict[Any, Any], words: str) -> None:
-    (said,) = problems(document)
-    assert words in said
+def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(
+    document: dict[Any, Any], expected: str
+) -> None:
+    (message,) = problems(document)
+    assert expected in message
 
 
 @pytest.mark.parametrize("value", [2**64, 10**20, -(2**63) - 1, 10**4000], ids=range(4))

@@ -19,7 +19,7 @@ def steps(first: int, last: int, *, pace: float = 500.0) -> list[dict[str, Any]]
     """Steps whose loss falls by 0.1 each, from 9 on."""
     speed = {"tokens_per_second": pace, "step_seconds": 1000 / pace}
     numbers = range(first, last + 1)
-    return [{"kind": "step", "step": one, "loss": 9.0 - one / 10, "tokens": one * 1000, **speed} for one in numbers]
+    return [{"kind": "step", "step": step, "loss": 9.0 - step / 10, "tokens": step * 1000, **speed} for step in numbers]
 
 
 def test_progress_shows_the_newest_step_and_evaluation_and_promises_no_end_too_early() -> None:

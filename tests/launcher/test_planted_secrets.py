@@ -68,10 +68,10 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def error_of(ask: Callable[[], object]) -> Exception:
-    with pytest.raises(TrainLitgptError) as told:
+    with pytest.raises(TrainLitgptError) as caught:
         ask()
-    assert leaks(told.value, SECRET, GRANTED) == []
-    return told.value
+    assert leaks(caught.value, SECRET, GRANTED) == []
+    return caught.value
 
 
 @pytest.fixture
@@ -140,9 +140,9 @@ def test_a_hub_a_cluster_or_a_bucket_that_repeats_the_request(status: int, echo:
         lambda: pods_of(kubeconfig),
         lambda: bucket.write("a.json", b"{}"),
     ):
-        echo.asked.clear()
+        echo.requests.clear()
         error_of(ask)
-        assert SECRET in echo.asked[0]
+        assert SECRET in echo.requests[0]
 
 
 def test_a_service_of_google_that_repeats_the_request() -> None:
@@ -156,8 +156,8 @@ def test_a_service_of_google_that_repeats_the_request() -> None:
 
 
 def test_a_program_that_repeats_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = f'POST /jobs\nAuthorization: Bearer {SECRET}\n{{"Username":"me","Secret":"{SECRET}"}}\n'
-    (tmp_path / "said").write_text(said)
+    answer = f'POST /jobs\nAuthorization: Bearer {SECRET}\n{{"Username":"me","Secret":"{SECRET}"}}\n'
+    (tmp_path / "said").write_text(answer)
     (tmp_path / "docker").write_text(f"#!/bin/sh\ncat '{tmp_path}/said' >&2\ncat '{tmp_path}/said'\nexit 1\n")
     (tmp_path / "docker").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -175,7 +175,7 @@ def test_a_prefect_server_that_repeats_the_request(echo: Echo, monkeypatch: pyte
     monkeypatch.setenv("PREFECT_API_URL", f"{echo.address}/api")
     with temporary_settings({PREFECT_API_URL: f"{echo.address}/api", PREFECT_API_AUTH_STRING: f"admin:{SECRET}"}):
         error_of(require_server)
-    assert leaks("".join(echo.asked), SECRET)
+    assert leaks("".join(echo.requests), SECRET)
 
 
 def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(
@@ -183,18 +183,18 @@ def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(
 ) -> None:
     echo.moved_to = elsewhere.address
     error_of(lambda: resolve(image))
-    assert elsewhere.asked == [], "the token service sends elsewhere"
+    assert elsewhere.requests == [], "the token service sends elsewhere"
     echo.granted = "/token"
     error_of(lambda: resolve(image))
-    assert GRANTED in echo.asked[-1]
-    assert [line for said in elsewhere.asked for line in said.splitlines() if "uthorization:" in line] == []
+    assert GRANTED in echo.requests[-1]
+    assert [line for request in elsewhere.requests for line in request.splitlines() if "uthorization:" in line] == []
 
 
 def test_a_cluster_that_sends_elsewhere_is_not_followed(echo: Echo, elsewhere: Echo, kubeconfig: str) -> None:
     echo.moved_to = elsewhere.address
-    told = error_of(lambda: pods_of(kubeconfig))
-    assert elsewhere.asked == []
-    assert f"a redirect to {elsewhere.address}, where the token is not sent" in str(told)
+    error = error_of(lambda: pods_of(kubeconfig))
+    assert elsewhere.requests == []
+    assert f"a redirect to {elsewhere.address}, where the token is not sent" in str(error)
 
 
 @pytest.mark.usefixtures("hub")
@@ -206,7 +206,7 @@ def test_the_hubs_token_is_not_for_a_plain_address_though_it_begins_as_this_mach
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("HF_ENDPOINT", "http://127.evil.example")
         refused = error_of(lambda: list_files(HubCorpus(kind="hub", name="owner/texts")))
-        assert proxy.asked == []
+        assert proxy.requests == []
     assert isinstance(refused, UserError)
     assert "HF_ENDPOINT=http://127.evil.example is not encrypted" in str(refused)
 
@@ -228,9 +228,9 @@ def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
     forged = claim_of(ScriptConfig.model_validate(script)).reattach_or_create().run
     for known in ("", "https://my-company.run.ai"):
         monkeypatch.setenv("RUNAI_URL", known)
-        for said in (cli("runs", str(tmp_path)), cli("status", forged, "--root", str(tmp_path))):
-            assert f"export RUNAI_URL={echo.address}" in " ".join(f"{said.out}{said.err}".split())
-    assert echo.asked == []
+        for result in (cli("runs", str(tmp_path)), cli("status", forged, "--root", str(tmp_path))):
+            assert f"export RUNAI_URL={echo.address}" in " ".join(f"{result.out}{result.err}".split())
+    assert echo.requests == []
 
 
 def test_nothing_that_is_printed_or_written_has_a_secret(
@@ -241,9 +241,9 @@ def test_nothing_that_is_printed_or_written_has_a_secret(
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({"root": str(tmp_path), "script": "examples/pi.py", "platform": runai}))
-    for words in (["render", str(config)], ["render", "--explain", str(config)], ["plan", str(config)]):
-        said = cli(*words)
-        assert leaks(said.out + said.err, SECRET) == []
-    assert SECRET in "".join(echo.asked)
+    for arguments in (["render", str(config)], ["render", "--explain", str(config)], ["plan", str(config)]):
+        result = cli(*arguments)
+        assert leaks(result.out + result.err, SECRET) == []
+    assert SECRET in "".join(echo.requests)
     written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
     assert leaks("".join(written), SECRET) == []

@@ -89,14 +89,14 @@ LOST_PEER = "RuntimeError: Connection closed by peer [10.0.0.7]:4711"
 
 
 def test_a_rank_failed_by_what_tells_most() -> None:
-    told = {
+    reports = {
         FailureClass.DATA: failure(41, "KeyError: 'x'"),
         FailureClass.NETWORK: failure(-signal.SIGABRT, LOST_PEER),
         FailureClass.NODE: failure(-signal.SIGKILL),
         FailureClass.PREEMPTED: failure(None, "Preempted: saved step 12"),
         FailureClass.UNKNOWN: failure(1),
     }
-    assert {fault: one.fault for fault, one in told.items()} == {fault: fault for fault in told}
+    assert {fault: report.fault for fault, report in reports.items()} == {fault: fault for fault in reports}
 
 
 def test_the_cause_is_the_earliest_that_did_not_only_lose_a_peer() -> None:

@@ -45,7 +45,7 @@ def test_clients_use_a_proxy_for_other_hosts_only(tmp_path: Path) -> None:
         environment = os.environ | proxy.environment | variables
         done = subprocess.run([sys.executable, "-c", CLIENTS], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert proxy.asked == ["GET http://models.invalid/a HTTP/1.1"]
+    assert proxy.requests == ["GET http://models.invalid/a HTTP/1.1"]
 
 
 def test_exempt_hosts_stay_exempt() -> None:

@@ -51,9 +51,9 @@ def test_a_secret_goes_by_https_or_stays_on_this_machine() -> None:
     ],
 )
 def test_text_in_the_form_of_a_secret_is_removed(text: str) -> None:
-    for told in (redacted(text), one_line(text), Mask([])(text.encode()).decode().replace("*****", "[secure]")):
-        assert "[secure]" in told
-        assert not re.search("s3cr|czNj", told)
+    for cleaned in (redacted(text), one_line(text), Mask([])(text.encode()).decode().replace("*****", "[secure]")):
+        assert "[secure]" in cleaned
+        assert not re.search("s3cr|czNj", cleaned)
 
 
 @pytest.mark.parametrize("part", ["SECRET_", "secret", "a.", "-eyJ"])
@@ -75,8 +75,8 @@ def test_other_texts_stay_as_they_are() -> None:
 
 
 def test_a_known_secret_is_left_out_however_it_is_written() -> None:
-    told = redacted('raw s3cr"t/marker, quoted s3cr%22t%2Fmarker, json s3cr\\"t/marker', 's3cr"t/marker', "")
-    assert told == "raw [secure], quoted [secure], json [secure]"
+    text = redacted('raw s3cr"t/marker, quoted s3cr%22t%2Fmarker, json s3cr\\"t/marker', 's3cr"t/marker', "")
+    assert text == "raw [secure], quoted [secure], json [secure]"
 
 
 @given(st.integers(0, 300), st.sampled_from(["", "\n"]), st.sampled_from([" ", "\n"]))

@@ -9,7 +9,7 @@ import yaml
 def small(thing: Any) -> Any:
     """Without descriptions, and with any fields in the pod template, which Kubernetes' own schemas know."""
     if isinstance(thing, list):
-        return [small(one) for one in thing]
+        return [small(item) for item in thing]
     if not isinstance(thing, dict):
         return thing
     if "podFailurePolicy" in thing and "template" in thing:

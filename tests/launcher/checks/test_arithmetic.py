@@ -24,26 +24,26 @@ def config(model: dict[str, Any], **settings: Any) -> RunConfig:
     return validated(RunConfig, {"model": model, **settings}, where="test")
 
 
-def said(asked: RunConfig, **known: Any) -> dict[str, tuple[str, str]]:
-    table = figures(asked, **{"vocab_size": None} | known)
+def figures_of(training: RunConfig, **known: Any) -> dict[str, tuple[str, str]]:
+    table = figures(training, **{"vocab_size": None} | known)
     return {row["what"]: (row["figure"], row["arithmetic"]) for row in table}
 
 
-def found(asked: RunConfig) -> list[Finding]:
-    return list(check_memory(asked, vocab_size=None))
+def found(training: RunConfig) -> list[Finding]:
+    return list(check_memory(training, vocab_size=None))
 
 
 def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_about() -> None:
     for name in catalogue.models():
-        figures = said(config({"name": name, "sequence_length": 128}, platform={"kind": "local"}))
+        figures = figures_of(config({"name": name, "sequence_length": 128}, platform={"kind": "local"}))
         assert {"parameters", "FLOPs per token", "memory per process", "host memory of a save"} == set(figures), name
     own = config({"name": None, "config": {"n_layer": 2, "n_embd": 64, "n_head": 2}})
-    assert (said(own), found(own)) == ({}, []), "its vocabulary is not known yet"
+    assert (figures_of(own), found(own)) == ({}, []), "its vocabulary is not known yet"
     gpt3 = config({"name": "transformer-175b", "sequence_length": 2048}, platform={"kind": "local"})
-    figures = said(gpt3, tokens=300_000_000_000)
+    figures = figures_of(gpt3, tokens=300_000_000_000)
     assert figures["parameters"] == ("175 B", "96 blocks of 1.81 B, embedding and output of 50,304 x 12,288 each")
-    told = ("1.08 T", "6 x 175 B weights in products + 29.0 B for attention over 2,048 tokens")
-    assert figures["FLOPs per token"] == told
+    expected_figure = ("1.08 T", "6 x 175 B weights in products + 29.0 B for attention over 2,048 tokens")
+    assert figures["FLOPs per token"] == expected_figure
     assert figures["FLOPs in all"][0] == "3.23e+23"
     assert figures["memory per process"][1].startswith("weights 701 GB + AdamW 1.40 TB + gradients 701 GB + at the ")
     assert figures["host memory of a save"] == ("2.10 TB", "weights and AdamW 2.10 TB, copied on each node")
@@ -53,7 +53,7 @@ def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_
 def test_plan_shows_the_host_memory_of_a_save_on_gpus(strategy: str) -> None:
     """Each node copies its share of one state, whatever the strategy."""
     platform = {"kind": "slurm", "nodes": 2, "processes": 8}
-    figures = said(config({"name": "pythia-1b"}, platform=platform, train={"strategy": strategy}))
+    figures = figures_of(config({"name": "pythia-1b"}, platform=platform, train={"strategy": strategy}))
     how = "weights and AdamW 12.1 GB / 2 nodes, copied on each node"
     assert figures["host memory of a save"] == ("6.07 GB", how)
 
@@ -80,11 +80,11 @@ def test_the_fix_of_a_model_that_cannot_fit_is_the_change_that_fits_and_costs_le
     model: str, train: dict[str, Any], processes: int, length: int, fix: str
 ) -> None:
     platform = {"kind": "local", "processes": processes}
-    asked = config({"name": model, "sequence_length": length}, train=train, platform=platform)
-    (finding,) = found(asked)
+    training = config({"name": model, "sequence_length": length}, train=train, platform=platform)
+    (finding,) = found(training)
     assert finding.severity == "error"
     assert finding.fix.startswith(fix)
-    fits = asked.model_dump()
+    fits = training.model_dump()
     for section, name, value in re.findall(r"(model|train)\.(\w+)=(\w+)", finding.fix):
         fits[section][name] = value
     if count := re.match(r"take (\d+) processes", finding.fix):
@@ -104,25 +104,25 @@ def test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_
     llama = on_nodes("Llama-3-8B", "a3-megagpu-8g", "tcpxo", 2, **passes)
     # The gate's figure of a network like that of RCP: 122.3 Gbit/s between nodes.
     gate = [{"kind": "network", "step": 0, "nodes": 2, "busbw": 122.3 / 8}]
-    strategy, why = said(llama, metrics=gate)["strategy"]
+    strategy, why = figures_of(llama, metrics=gate)["strategy"]
     assert (strategy, why[: why.index("; w")]) == (
         "hybrid",
         "each node holds a copy and sends 32.1 GB a step; fsdp would send 60.2 GB a step, 3.9 s at 122 Gbit/s "
         "(as the network test measured), and the products take 1.1 s",
     )
-    strategy, why = said(llama)["strategy"]
+    strategy, why = figures_of(llama)["strategy"]
     assert (strategy, why[: why.index("; w")]) == (
         "fsdp",
         "it takes least memory and sends 60.2 GB a step, 0.32 s at 1,520 Gbit/s (the least of tcpxo), "
         "and the products take 1.1 s, which hide it",
     )
     unknown = llama.model_copy(update={"platform": llama.platform.model_copy(update={"network": "plain"})})
-    assert said(unknown)["strategy"][0] == "hybrid", "which sends least, however fast the network is"
-    assert said(on_nodes("pythia-1b", "a3-megagpu-8g", "tcpxo", 2, **passes))["strategy"][0] == "ddp"
-    for one in (llama, unknown):
-        assert found(one) == []
-    asked = config({"name": "pythia-14m"}, train={"strategy": "ddp"}, platform={"kind": "local", "processes": 2})
-    assert said(asked)["strategy"] == ("ddp", "as train.strategy=ddp says")
+    assert figures_of(unknown)["strategy"][0] == "hybrid", "which sends least, however fast the network is"
+    assert figures_of(on_nodes("pythia-1b", "a3-megagpu-8g", "tcpxo", 2, **passes))["strategy"][0] == "ddp"
+    for network_config in (llama, unknown):
+        assert found(network_config) == []
+    training = config({"name": "pythia-14m"}, train={"strategy": "ddp"}, platform={"kind": "local", "processes": 2})
+    assert figures_of(training)["strategy"] == ("ddp", "as train.strategy=ddp says")
 
 
 @pytest.mark.parametrize(
@@ -133,17 +133,17 @@ def test_models_of_a_hundred_billion_parameters_fit_with_each_term_shown(
     model: str, parameters: float, machine: str, network: str, nodes: int
 ) -> None:
     full = {"activation_checkpointing": "full", "micro_batch": 1, "global_batch": 512}
-    asked = on_nodes(model, machine, network, nodes, **full)
-    assert found(asked) == []
-    strategy, why = said(asked)["strategy"]
+    training = on_nodes(model, machine, network, nodes, **full)
+    assert found(training) == []
+    strategy, why = figures_of(training)["strategy"]
     assert strategy == "fsdp"
     assert why.startswith("a copy for each node does not fit: it takes ")
-    whole, ranks, share = re.search(r"gradients of (\S+) TB / (\d+) processes = (\S+) GB", why).groups()  # type: ignore[union-attr]
-    assert float(whole) * 1e12 == pytest.approx(16 * parameters, rel=0.01)
+    total, ranks, share = re.search(r"gradients of (\S+) TB / (\d+) processes = (\S+) GB", why).groups()  # type: ignore[union-attr]
+    assert float(total) * 1e12 == pytest.approx(16 * parameters, rel=0.01)
     assert float(share) * 1e9 == pytest.approx(16 * parameters / int(ranks), rel=0.01)
     assert int(ranks) == 8 * nodes
     assert why.endswith("; tensor, pipeline and expert parallelism are not available")
-    figure, terms = said(asked)["memory per process"]
+    figure, terms = figures_of(training)["memory per process"]
     parts = [term.rsplit(" ", 2) for term in terms.partition(";")[0].split(" + ")]
     assert [name for name, *_ in parts] == ["weights", "AdamW", "gathered", "gradients", "at the loss"]
     added = sum(float(size) * {"MB": 1e-3, "GB": 1}[unit] for _, size, unit in parts)
@@ -166,8 +166,8 @@ def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pyt
     assert found(config(huge, platform={"kind": "local"})) == []
     monkeypatch.setattr(module, "gpu_names", list)
     assert found(config(huge, platform={"kind": "local"})) != [], "the memory of a machine without GPUs is known"
-    told = said(config({"name": "pythia-14m"}, platform={"kind": "local"}))["memory per process"][1]
-    assert told.endswith("a report's peak memory counts Python and torch too, 0.5 GB")
+    terms = figures_of(config({"name": "pythia-14m"}, platform={"kind": "local"}))["memory per process"][1]
+    assert terms.endswith("a report's peak memory counts Python and torch too, 0.5 GB")
 
 
 def test_more_machines_take_less_time_for_the_same_money() -> None:
@@ -178,8 +178,8 @@ def test_more_machines_take_less_time_for_the_same_money() -> None:
         platform = {"kind": "gke", "machine": a2.name, "nodes": nodes}
         return validated(RunConfig, {"train": {"global_batch": 1024}, "platform": platform}, where="test")
 
-    one, eight = (expected(a2, nodes=nodes, seconds=seconds_for(on(nodes), 1e21) or 0) for nodes in (1, 8))
-    assert one.seconds == pytest.approx(8 * eight.seconds)
-    assert one.dollars == pytest.approx(eight.dollars)
+    single, eight = (expected(a2, nodes=nodes, seconds=seconds_for(on(nodes), 1e21) or 0) for nodes in (1, 8))
+    assert single.seconds == pytest.approx(8 * eight.seconds)
+    assert single.dollars == pytest.approx(eight.dollars)
     assert "$288 at list price" in str(expected(a2, nodes=8, seconds=3600))
     assert "not known" in str(expected(replace(a2, price=None), nodes=1, seconds=3600))

@@ -75,13 +75,13 @@ def test_the_fix_names_the_stack_or_the_network_that_would_do() -> None:
 
 
 def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() -> None:
-    mine = built(dockerfile="mine")
-    assert first(mine, "tcpxo").code == "image.unknown"
+    image = built(dockerfile="mine")
+    assert first(image, "tcpxo").code == "image.unknown"
     with registry() as public:
-        there = public.push_image("team/mine", NEW.labels)
+        pushed = public.push_image("team/mine", NEW.labels)
         with pytest.raises(ConfigProblem, match=r"nccl\.version"):
-            raise_on_errors(check_fitness(config(mine, "tcpxo"), there))
-        assert list(check_fitness(config(mine), there)) == []
+            raise_on_errors(check_fitness(config(image, "tcpxo"), pushed))
+        assert list(check_fitness(config(image), pushed)) == []
 
 
 @pytest.fixture(autouse=True)
@@ -120,15 +120,15 @@ def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: R
     with pytest.raises(ImageProblem, match=r"is not for linux/riscv64, but for linux/amd64, linux/arm64"):
         read_config(reference, architecture="riscv64")
     found = check_fitness(config(prebuilt(f"{reference}-arm64"), "tcpx"))
-    assert "image.architecture" in {one.code for one in found}
+    assert "image.architecture" in {finding.code for finding in found}
 
 
 @pytest.mark.parametrize("how", [{"first": ["429"] * 9}, {"first": ["cut"] * 9}, {"account": "ada:secret"}])
 def test_what_this_machine_could_not_see_is_not_known(how: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.images.oci._PAUSES", (0.0,))
     with registry(**how) as away:
-        told = first(prebuilt(f"{away.host}/team/train:1"), "tcpx")
-    assert (told.severity, told.code) == ("unknown", "image.unread")
+        finding = first(prebuilt(f"{away.host}/team/train:1"), "tcpx")
+    assert (finding.severity, finding.code) == ("unknown", "image.unread")
 
 
 def test_a_login_reaches_the_registry_and_not_the_storage_that_it_sends_to(
@@ -142,7 +142,7 @@ def test_a_login_reaches_the_registry_and_not_the_storage_that_it_sends_to(
         assert Contents.of_labels(read_config(reference).labels) == OLD
         with pytest.raises(ImageOutOfSight, match="answered 401"):
             read_config(leading.push_image("team/led", {"read": "never"}))
-        assert "/token" not in " ".join(leading.asked), "nobody asked its storage for a token"
+        assert "/token" not in " ".join(leading.requests), "nobody asked its storage for a token"
 
 
 def test_a_config_that_is_not_what_its_digest_says_or_of_any_size_is_not_read(public: Running) -> None:

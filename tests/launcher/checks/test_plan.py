@@ -93,7 +93,7 @@ def test_a_plan_tells_one_duration_by_the_peak_of_the_trainings_precision(tiny: 
     for precision, peak in a100.items():
         train = {"global_batch": 64, "micro_batch": 8, "max_steps": steps, "precision": precision}
         config = tiny({"platform": gke, **{f"train.{name}": value for name, value in train.items()}})
-        (row,) = (one for one in figures(config, vocab_size=300, tokens=steps * 64 * 32) if "in all" in one["what"])
+        (row,) = (row for row in figures(config, vocab_size=300, tokens=steps * 64 * 32) if "in all" in row["what"])
         duration, _, share = row["arithmetic"].partition("; ")[2].partition(" at ")
         assert share == f"35% of 8 A100 of {peak:g} TFLOP/s"
         assert f"about {duration} at 35% of peak" in would(config)["training"]
@@ -203,14 +203,17 @@ def test_a_config_that_cannot_work_is_refused_by_its_plan_in_words_and_by_class(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     before = sorted(tmp_path.iterdir())
 
-    def require_refusal(words: str, code: int, *command: str) -> None:
-        said = cli("plan", *command)
-        assert (words in " ".join(f"{said.out} {said.err}".split()), said.code) == (True, code), (command, said)
+    def require_refusal(message: str, code: int, *command: str) -> None:
+        result = cli("plan", *command)
+        assert (message in " ".join(f"{result.out} {result.err}".split()), result.code) == (True, code), (
+            command,
+            result,
+        )
 
-    for changes, words in REFUSED:
-        require_refusal(words, EXIT_CODES[FailureClass.USER], "training.yaml", *changes.split(" | "))
-    for changes, words in REFUSED_CORPORA:
-        require_refusal(words, EXIT_CODES[FailureClass.DATA], "training.yaml", *changes.split(" | "))
+    for changes, message in REFUSED:
+        require_refusal(message, EXIT_CODES[FailureClass.USER], "training.yaml", *changes.split(" | "))
+    for changes, message in REFUSED_CORPORA:
+        require_refusal(message, EXIT_CODES[FailureClass.DATA], "training.yaml", *changes.split(" | "))
     require_refusal("pi2.py is not a file", EXIT_CODES[FailureClass.USER], "script.yaml", "script=pi2.py")
     require_refusal("module pi2 is not installed", EXIT_CODES[FailureClass.USER], "script.yaml", "script=-m pi2")
     assert cli("plan", "training.yaml").code == cli("plan", "script.yaml", "script=-m pi").code == 0
@@ -238,6 +241,8 @@ def test_a_plan_says_what_of_a_corpus_is_not_read(tiny: Tiny, tmp_path: Path, co
     (folder := tmp_path / "texts").mkdir()
     (folder / "corpus.txt").symlink_to(corpus)
     (folder / "again").symlink_to(folder)
-    (told,) = (one for one in plan_of(tiny({"data.corpus.paths": [str(folder)]})).findings if "data." in one.code)
-    assert (told.severity, told.code) == ("warning", "data.left-out")
-    assert f"{folder}/again is a link to {folder}, which contains it" in told.what
+    (finding,) = (
+        finding for finding in plan_of(tiny({"data.corpus.paths": [str(folder)]})).findings if "data." in finding.code
+    )
+    assert (finding.severity, finding.code) == ("warning", "data.left-out")
+    assert f"{folder}/again is a link to {folder}, which contains it" in finding.what

@@ -63,9 +63,9 @@ def test_bucket_in_another_region_than_the_machines_is_a_warning(
         document = {"root": "gs://runs/a", "platform": {"kind": "gke", "cluster": "c", "location": location}}
         config = validated(RunConfig, document, where="test")
         job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="gs://runs/a/1")
-        found = [one for one in check_place(config, StrictPlatform(), job) if one.code == "root.region"]
-    assert [one.severity for one in found] == ["warning"] * elsewhere
-    assert all(f"is in {bucket.lower()}, but the machines are in europe-west4" in one.what for one in found)
+        found = [finding for finding in check_place(config, StrictPlatform(), job) if finding.code == "root.region"]
+    assert [finding.severity for finding in found] == ["warning"] * elsewhere
+    assert all(f"is in {bucket.lower()}, but the machines are in europe-west4" in finding.what for finding in found)
 
 
 def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_everything_that_stands_in_the_way_is_told_at_once(tmp_path: Path) -> No
     with socket.create_server(("", 0)) as taken:
         place = check_place(broken, LocalPlatform(LocalPlatformConfig(kind="local", port=taken.getsockname()[1])), job)
         found = [*place, *check_training(broken, job, vocab_size=70_000)]
-    assert all(one.fix for one in found if one.severity != "info")
-    told = {(one.severity, one.code) for one in found}
+    assert all(finding.fix for finding in found if finding.severity != "info")
+    codes = {(finding.severity, finding.code) for finding in found}
     errors = {("error", code) for code in ("root.not-a-folder", "model.vocabulary", "local.port")}
-    assert told >= errors | {("warning", "train.strategy"), ("warning", "image.unused")}
+    assert codes >= errors | {("warning", "train.strategy"), ("warning", "image.unused")}
     with pytest.raises(ConfigProblem) as caught:
         raise_on_errors(found)
     assert all(f"[{code}]" in str(caught.value) for _, code in errors)
@@ -100,7 +100,7 @@ def test_plan_refuses_packages_from_another_place(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("model", "length", "code", "words"),
+    ("model", "length", "code", "message"),
     [
         ({"name": "Mixtral-8x7B-v0.1"}, 128, "model.experts", "routes tokens to 8 experts"),
         ({"name": "Mixtral-8x7B-v0.1", "init_from": "a/mixtral"}, 128, "train.float8", "an expert sees any"),
@@ -109,15 +109,19 @@ def test_plan_refuses_packages_from_another_place(tmp_path: Path, monkeypatch: p
     ],
 )
 def test_plan_refuses_experts_or_rows_without_products(
-    model: dict[str, str], length: int, code: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+    model: dict[str, str], length: int, code: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Experts from random weights are not balanced; float8 multiplies rows in multiples of 16."""
     monkeypatch.setattr("launcher.checks.preflight.gpu_names", lambda: ["NVIDIA H100 80GB HBM3"])
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
     train = {"float8": True, "compile": "blocks", "micro_batch": 1, "global_batch": 1}
     config = validated(RunConfig, {"model": {**model, "sequence_length": length}, "train": train}, where="test")
-    found = {one.code: one.what for one in check_training(config, job, vocab_size=300) if one.severity == "error"}
-    assert words in found.get(code or "", "")
+    found = {
+        finding.code: finding.what
+        for finding in check_training(config, job, vocab_size=300)
+        if finding.severity == "error"
+    }
+    assert message in found.get(code or "", "")
     assert (code in found) == (code is not None)
 
 
@@ -125,8 +129,8 @@ def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
     model = {"name": "pythia-14m", "config": {"n_layer": 4, "n_embd": 128, "padded_vocab_size": 512}}
     found = check_training(validated(RunConfig, {"model": model}, where="test"), job, vocab_size=300)
-    [said] = [str(one) for one in found if one.code == "model.config"]
-    assert "model.config changes pythia-14m: n_layer 6→4 -> model.config={} takes it unchanged" in said
+    [text] = [str(finding) for finding in found if finding.code == "model.config"]
+    assert "model.config changes pythia-14m: n_layer 6→4 -> model.config={} takes it unchanged" in text
     with pytest.raises(ConfigProblem, match=r"n_embd 2048→192, n_head 32→6; model\.config=\{\} takes it unchanged"):
         validated(RunConfig, {"model": {"name": "Llama-3.2-1B", "config": {"n_embd": 192, "n_head": 6}}}, where="test")
 
@@ -156,24 +160,24 @@ def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would(
         raise_on_errors([data])
     with pytest.raises(ConfigProblem) as caught:
         raise_on_errors([wrong, Finding("warning", "c.d", "odd", "look"), data])
-    told = ["2 problems:", "  [a.b] wrong -> fix it", "  [data.refused] holds no text"]
-    assert str(caught.value).splitlines() == told
+    lines = ["2 problems:", "  [a.b] wrong -> fix it", "  [data.refused] holds no text"]
+    assert str(caught.value).splitlines() == lines
 
 
 def test_doctor_tells_what_is_there_and_a_fix_of_what_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def severities(root: Path) -> dict[str, str]:
-        return {one.code: one.severity for one in examine_environment(str(root))}
+        return {check.code: check.severity for check in examine_environment(str(root))}
 
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    found = {one.code: one for one in examine_environment(str(tmp_path))}
+    found = {check.code: check for check in examine_environment(str(tmp_path))}
     assert found["python.version"].what == "Python " + ".".join(map(str, sys.version_info[:3]))
     assert found["package.torch"].what.startswith("torch ")
     assert {"machine.memory", "machine.cores", "machine.gpus", "network.loopback", "tool.git"} <= set(found)
-    assert all(one.fix for one in found.values() if one.severity != "info")
+    assert all(check.fix for check in found.values() if check.severity != "info")
     with echoing_server(status=200) as server:
         monkeypatch.setenv("PREFECT_API_URL", f"{server.address}/api")
         assert severities(tmp_path)["prefect.server"] == "info"
-        assert [one.splitlines()[0] for one in server.asked] == ["GET /api/health HTTP/1.1"]
+        assert [check.splitlines()[0] for check in server.requests] == ["GET /api/health HTTP/1.1"]
     assert severities(tmp_path)["prefect.server"] == "error"
     (tmp_path / "litgpt").mkdir()
     (tmp_path / "litgpt/__init__.py").touch()

@@ -108,7 +108,7 @@ def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encryp
         docker_config.write_text(json.dumps({"auths": {running.host: stored}}))
         with pytest.raises(ImageProblem, match=r"the password sent to .*, which is not encrypted"):
             resolve(f"{running.host}/team/train:1")
-        assert [line for line in running.asked if "/token" in line] == []
+        assert [line for line in running.requests if "/token" in line] == []
 
 
 def test_a_registrys_silence_may_pass_and_its_no_is_final(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,21 +103,21 @@ def test_the_memory_of_a_step_is_about_what_is_measured(
          "activation_checkpointing": recompute}
     )  # fmt: skip
     config = completed("Llama-3.2-1B", SMALL | windows, length=length)
-    said = estimates.memory(config, train, length=length, world_size=1).total
-    assert said == pytest.approx(measured(config, train, length), rel=0.1)
+    estimate = estimates.memory(config, train, length=length, world_size=1).total
+    assert estimate == pytest.approx(measured(config, train, length), rel=0.1)
 
 
 def test_sharding_and_recomputing_shrink_the_memory_estimate() -> None:
     config = completed("pythia-1b")
 
     def memory(world_size: int, nodes: int = 1, **train: Any) -> estimates.Memory:
-        asked = TrainConfig.model_validate({"global_batch": 64, "micro_batch": 8} | train)
-        return estimates.memory(config, asked, length=2048, world_size=world_size, nodes=nodes)
+        settings = TrainConfig.model_validate({"global_batch": 64, "micro_batch": 8} | train)
+        return estimates.memory(config, settings, length=2048, world_size=world_size, nodes=nodes)
 
-    whole, sharded = memory(8), memory(8, strategy="fsdp")
-    assert whole.state == 16 * estimates.parameters(config)  # weights, gradients and two averages, 4 bytes each
-    assert sharded.state == pytest.approx(whole.state / 8, rel=1e-6)
-    assert sharded.unsharded > 0 == whole.unsharded
+    replicated, sharded = memory(8), memory(8, strategy="fsdp")
+    assert replicated.state == 16 * estimates.parameters(config)  # weights, gradients and two averages, 4 bytes each
+    assert sharded.state == pytest.approx(replicated.state / 8, rel=1e-6)
+    assert sharded.unsharded > 0 == replicated.unsharded
     assert memory(8, nodes=2, strategy="hybrid") == memory(4, strategy="fsdp")
     assert memory(8, strategy="fsdp", reshard_after_forward=False).unsharded > sharded.unsharded
     kept = [memory(1, activation_checkpointing=choice).activations for choice in ("none", "selective", "full")]

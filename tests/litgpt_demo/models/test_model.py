@@ -43,9 +43,15 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
     torch.manual_seed(1)
     first = gpt(seed=7)
     torch.manual_seed(2)
-    again, other = gpt(seed=7), gpt(seed=8)
-    assert all(torch.equal(one, two) for one, two in zip(first.parameters(), again.parameters(), strict=True))
-    same = [torch.equal(one, two) for one, two in zip(first.parameters(), other.parameters(), strict=True)]
+    again, different = gpt(seed=7), gpt(seed=8)
+    assert all(
+        torch.equal(weight, weight_again)
+        for weight, weight_again in zip(first.parameters(), again.parameters(), strict=True)
+    )
+    same = [
+        torch.equal(weight, weight_again)
+        for weight, weight_again in zip(first.parameters(), different.parameters(), strict=True)
+    ]
     matrices = [weight.dim() == 2 for weight in first.parameters()]
     assert [not alike for alike in same] == matrices
 
@@ -53,17 +59,17 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 def test_a_rank_draws_only_pieces_of_its_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are the same numbers as in the whole model, on any number of ranks."""
     monkeypatch.setattr(module, "_DRAWN_AT_ONCE", 64)
-    whole, drawn, draw = gpt(seed=7), list[str](), module._draw
-    monkeypatch.setattr(module, "_draw", lambda *given: drawn.append(given[3]) or draw(*given))
+    model, drawn, draw = gpt(seed=7), list[str](), module._draw
+    monkeypatch.setattr(module, "_draw", lambda *arguments: drawn.append(arguments[3]) or draw(*arguments))
     gpt(seed=7)
-    pieces_of_all, sharded = len(drawn), GPT(whole.config)
+    pieces_of_all, sharded = len(drawn), GPT(model.config)
     torch.distributed.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
     try:
         fully_shard(sharded, mesh=init_device_mesh("cpu", (4,)))
         drawn.clear()
         initialise(sharded, seed=7)
         assert len(drawn) == pieces_of_all / 4
-        for (name, held), all_rows in zip(sharded.named_parameters(), whole.parameters(), strict=True):
+        for (name, held), all_rows in zip(sharded.named_parameters(), model.parameters(), strict=True):
             if held.dim() == 2:
                 assert isinstance(held, DTensor), name
                 assert torch.equal(held.to_local(), all_rows.chunk(4)[2]), name
@@ -103,7 +109,7 @@ def test_changes_of_a_named_model_leave_the_catalogue_unchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
+    ("reported", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "H100"),
         ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
@@ -126,8 +132,8 @@ def test_changes_of_a_named_model_leave_the_catalogue_unchanged() -> None:
         ("NVIDIA GeForce RTX 3090", None),
     ],
 )
-def test_devices_match_their_names_and_no_others(said: str, name: str | None) -> None:
-    device = device_named(said)
+def test_devices_match_their_names_and_no_others(reported: str, name: str | None) -> None:
+    device = device_named(reported)
     assert (device and device.name) == name
 
 

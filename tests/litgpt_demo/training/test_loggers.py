@@ -58,14 +58,14 @@ def test_metrics_are_uploaded_as_table_and_tensorboard(new_run: NewRun, bucket: 
     settings = {"max_steps": 4, "evaluate_every": 2, "checkpoint_every": 4}
     fit(training_of(new_run("far", tensorboard=True, **settings), bucket))
     assert b"step,4,1024," in bucket.read("metrics.csv")
-    told = rows_of(bucket.read("metrics.jsonl"))
+    rows = rows_of(bucket.read("metrics.jsonl"))
     (events,) = [name for name in bucket.list() if name.startswith("tensorboard/events.out")]
     bucket.download(events, tmp_path / events)
     seen = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for kind, name, steps in (("step", "loss", [1, 2, 3, 4]), ("evaluation", "validation_loss", [2, 4])):
         shown = {event.step: event.value for event in seen.Scalars(f"{kind}/{name}")}
         assert list(shown) == steps
-        assert shown == pytest.approx(curve(told, kind, name), rel=1e-6)
+        assert shown == pytest.approx(curve(rows, kind, name), rel=1e-6)
 
 
 def test_a_committed_step_has_its_rows_wherever_a_kill_comes(

@@ -21,7 +21,7 @@ from deployments.bootstrap import PREFECT_FILE
 from launcher.config import RunConfig
 from launcher.yaml_files import read_yaml
 
-DEPLOYMENTS = {one["name"]: one for one in read_yaml(PREFECT_FILE)["deployments"]}
+DEPLOYMENTS = {deployment["name"]: deployment for deployment in read_yaml(PREFECT_FILE)["deployments"]}
 
 
 def write(page: Page, value: dict[str, Any]) -> None:
@@ -43,23 +43,26 @@ def what_is_on(value: Any) -> Any:
     """The same without what is off, empty or zero, at every depth."""
     if not isinstance(value, dict):
         return value
-    return {name: on for name, one in value.items() if (on := what_is_on(one))}
+    return {name: on for name, item in value.items() if (on := what_is_on(item))}
 
 
 def submitted(
     page: Page, client: SyncPrefectClient, served: Any, name: str, picture: Path, overrides: dict[str, Any]
 ) -> FlowRun:
     """Open a deployment's form, fill it in, take its picture and press Submit; return the flow run of that."""
-    [deployment] = [one for one in client.read_deployments() if one.name == name]
+    [deployment] = [deployment for deployment in client.read_deployments() if deployment.name == name]
     page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
     page.get_by_role("button", name="Submit").wait_for()
-    given = dict(deployment.parameters)
+    parameters = dict(deployment.parameters)
     if overrides:
         write(page, overrides)
-        given["overrides"] = overrides
+        parameters["overrides"] = overrides
     if name == "evaluate":
         page.get_by_label("run", exact=True).fill("none-0123456789")
-        given |= {"run": "none-0123456789", "evaluation": {"batch_size": 8, **given["evaluation"]}}  # 8 by default
+        parameters |= {
+            "run": "none-0123456789",
+            "evaluation": {"batch_size": 8, **parameters["evaluation"]},
+        }  # 8 by default
     page.screenshot(path=picture, full_page=True)
 
     def accepted() -> UUID | None:
@@ -72,7 +75,7 @@ def submitted(
     made = client.read_flow_run(until(accepted))
     page.get_by_text("scheduled to start now").first.wait_for()
     # All that the form did not change is as the deployment has it; it writes out what is off or empty by default.
-    assert what_is_on(made.parameters) == what_is_on(given)
+    assert what_is_on(made.parameters) == what_is_on(parameters)
     return made
 
 
@@ -86,8 +89,8 @@ def test_a_form_starts_its_flow(
         changes |= {"data": tiny.data.model_dump(mode="json")}
     if name == "local":
         changes |= tiny.model_dump(mode="json", include={"name", "model", "train", "platform"})
-    given = {} if name in {"evaluate", "reap-local"} else changes
-    flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", given)
+    parameters = {} if name in {"evaluate", "reap-local"} else changes
+    flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", parameters)
 
     def state() -> StateType | None:
         return client.read_flow_run(flow_run.id).state_type
@@ -108,7 +111,10 @@ def test_a_form_starts_its_flow(
 def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
     served: Any, client: SyncPrefectClient, browser_page: Page, tmp_path: Path
 ) -> None:
-    page, [deployment] = browser_page, [one for one in client.read_deployments() if one.name == "local"]
+    page, [deployment] = (
+        browser_page,
+        [deployment for deployment in client.read_deployments() if deployment.name == "local"],
+    )
     page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
     page.locator("label", has_text="Others").wait_for()  # of the last section
     labels = page.locator("label").all_inner_texts()

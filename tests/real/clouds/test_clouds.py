@@ -71,25 +71,25 @@ def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_wi
     def lose_after_a_checkpoint() -> None:
         saved = '"kind":"checkpoint","step":20,'
         until(lambda: any(saved in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")))
-        there.lose()
+        cloud.lose()
 
     # On Batch the model counts as a large one, which a job of the platform collects.
     collecting = place is batch_place
     monkeypatch.setattr("tasks.checkpoints.LARGE", 0 if collecting else math.inf)
     steps = {"train.max_steps": 80, "train.checkpoint_every": 20, "train.evaluate_every": 40, "train.micro_batch": 2}
-    with place(tmp_path, simulate=False) as there, ThreadPoolExecutor(1) as aside:
-        for name, value in there.environment.items():
+    with place(tmp_path, simulate=False) as cloud, ThreadPoolExecutor(1) as aside:
+        for name, value in cloud.environment.items():
             monkeypatch.setenv(name, value)
-        settings = there.platform._settings
-        monkeypatch.setattr(type(settings), "open", lambda _: there.platform)
-        monkeypatch.setattr(type(there.platform), "poll_seconds", 0.5)
+        settings = cloud.platform._settings
+        monkeypatch.setattr(type(settings), "open", lambda _: cloud.platform)
+        monkeypatch.setattr(type(cloud.platform), "poll_seconds", 0.5)
         document = tiny(steps).model_dump(mode="json")
         document |= {"platform": settings.model_dump(mode="json"), "image": pushed_image.model_dump(mode="json")}
         config = validated(RunConfig, document, where="test")
         lost = aside.submit(lose_after_a_checkpoint)
         done = run_again(config)
         lost.result()
-        assert there.live_jobs() == 0
+        assert cloud.live_jobs() == 0
     assert done.final.step == 80
     storage = plan_run(config).storage
     rows = list(rows_of(storage.read("metrics.jsonl").decode()))
@@ -120,8 +120,8 @@ def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on
         config = settings_of(api="rest", url=api.url, grace_period=2, claims=claims)
         platform = RunaiPlatform(config, Rest(config, api.credentials()))
         platform.settle = 4
-        asked = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}
-        job_id = platform.submit(platform.render(job_of(**asked, directory=str(tmp_path / "attempts/1"))))
+        fields = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}
+        job_id = platform.submit(platform.render(job_of(**fields, directory=str(tmp_path / "attempts/1"))))
         log = cluster.folder / "team-a/fate-1-000000/0.log"
         until(lambda: log.exists() and "]:first" in log.read_text())
         (tmp_path / "second-life").touch()

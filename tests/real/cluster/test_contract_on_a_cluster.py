@@ -31,8 +31,8 @@ from test_platform_contract import Place
 
 @contextlib.contextmanager
 def platform_of(kubeconfig: str, **settings: Any) -> Iterator[GkePlatform]:
-    given = {"kind": "gke", "kubeconfig": kubeconfig, "nodes": 2, "grace_period": 2, "network_test": 0, **settings}
-    platform = GkePlatform(GkePlatformConfig.model_validate(given))
+    fields = {"kind": "gke", "kubeconfig": kubeconfig, "nodes": 2, "grace_period": 2, "network_test": 0, **settings}
+    platform = GkePlatform(GkePlatformConfig.model_validate(fields))
     yield platform
     platform.close()
 
@@ -99,8 +99,8 @@ def test_check_finds_what_keeps_a_job_from_running(
 ) -> None:
     with platform_of(control_plane, **settings) as platform:
         submission = platform.render(gke_jobs.job(tmp_path, "contract-words"))
-        assert found in {one.code for one in platform.check(submission)}
+        assert found in {finding.code for finding in platform.check(submission)}
         job_id = platform.submit(submission)
-        until(lambda: why in {one.code for one in platform.status(job_id).reasons})
+        until(lambda: why in {finding.code for finding in platform.status(job_id).reasons})
         platform.cancel(job_id)
         assert platform.remaining_resources(job_id) == ()

@@ -37,7 +37,7 @@ def docker_registry(folder: Path, **settings: object) -> Iterator[str]:
     config = {"version": "0.1", "storage": storage, "http": {"addr": "127.0.0.1:0"}, **settings}
     (folder / "config.yml").write_text(yaml.safe_dump(config))
     command, log = ["docker-registry", "serve", str(folder / "config.yml")], folder / "log"
-    with log.open("wb") as said, subprocess.Popen(command, stdout=said, stderr=said) as process:
+    with log.open("wb") as output, subprocess.Popen(command, stdout=output, stderr=output) as process:
         try:
             yield until(lambda: re.search(r"listening on (127\.0\.0\.1:\d+)", log.read_text()))[1]  # type: ignore[index]
         finally:
@@ -128,8 +128,8 @@ def test_the_products_image_trains_as_an_ordinary_user_and_no_layer_holds_a_secr
         pytest.skip(f"its base cannot be pulled here: {error}")
     confined = ["--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--network=none", "--tmpfs=/tmp"]
     program = "import os, torch, litgpt_demo.training.loop; print(os.getuid(), torch.__version__)"
-    said = docker("run", "--rm", *confined, "--env=HOME=/tmp", reference, "python", "-c", program)
-    assert said.startswith(f"1000 {DEFAULT_STACK.torch}")
+    output = docker("run", "--rm", *confined, "--env=HOME=/tmp", reference, "python", "-c", program)
+    assert output.startswith(f"1000 {DEFAULT_STACK.torch}")
     label = f'{{{{index .Config.Labels "{LABELS}torch"}}}}'
     assert docker("image", "inspect", "--format", label, reference) == DEFAULT_STACK.torch
     assert not [line for line in lines if any(secret in line for secret in secrets)]

@@ -39,9 +39,9 @@ def test_the_notebook_runs_as_it_is_and_was_run(
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     shown = [len(cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
-    here = {"metadata": {"path": str(tmp_path / "examples")}}
+    resources = {"metadata": {"path": str(tmp_path / "examples")}}
     ctrl_c = signal.getsignal(signal.SIGINT)  # asyncio leaves Python's own behind
-    made = NotebookClient(notebook, kernel_name="python3", timeout=None, resources=here).execute()
+    made = NotebookClient(notebook, kernel_name="python3", timeout=None, resources=resources).execute()
     signal.signal(signal.SIGINT, ctrl_c)
     assert [bool(cell.outputs) for cell in made.cells if cell.cell_type == "code"] == [count > 0 for count in shown]
     assert list(tmp_path.glob("output/runs/*/final/huggingface"))

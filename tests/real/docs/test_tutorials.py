@@ -27,10 +27,10 @@ def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
 ) -> None:
     page, runs = (CHECKOUT / "docs" / "tutorials.md").read_text(encoding="utf-8"), tmp_path / "output" / "runs"
     environment = {**os.environ, "PREFECT_HOME": str(prefect_home()), "COLUMNS": "120"}
-    said = dict[str, str]()
+    outputs = dict[str, str]()
 
-    def typed(*words: str, code: int = 0) -> str:
-        done = subprocess.run([*words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    def typed(*arguments: str, code: int = 0) -> str:
+        done = subprocess.run([*arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert done.returncode == code, done.stdout + done.stderr
         assert "Warning" not in done.stderr
         return done.stdout + done.stderr
@@ -42,10 +42,10 @@ def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
             (tmp_path / name).write_text(block)
         if kind == "python":
             typed(sys.executable, name)
-        for _, verb, *words in (shlex.split(line, comments=True) for line in block.splitlines() if kind == "sh"):
-            there = verb != "evaluate" or find_spec("lm_eval") is not None
+        for _, verb, *arguments in (shlex.split(line, comments=True) for line in block.splitlines() if kind == "sh"):
+            is_installed = verb != "evaluate" or find_spec("lm_eval") is not None
             program = Path(sys.executable).with_name("train-litgpt")
-            said[verb] = typed(str(program), verb, *words, code=0 if there else 40)
+            outputs[verb] = typed(str(program), verb, *arguments, code=0 if is_installed else 40)
 
     [first], [second] = runs.glob("first-*"), runs.glob("second-*")
     with gzip.open(first / "profile" / "steps-20-22-rank-0.json.gz") as trace:
@@ -64,5 +64,5 @@ def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
     lineage = json.loads((second / "final" / "lineage.json").read_text())["training"]["origin"]
     assert lineage["files"] == {name: [*file] for name, file in origin.files.items()}
     assert "trained from" in (second / "final" / "MODEL_CARD.md").read_text()
-    assert "The value of " in said["generate"]
-    assert ("openings, acc: " if find_spec("lm_eval") else "evaluation needs lm_eval") in said["evaluate"]
+    assert "The value of " in outputs["generate"]
+    assert ("openings, acc: " if find_spec("lm_eval") else "evaluation needs lm_eval") in outputs["evaluate"]

@@ -155,13 +155,13 @@ class Scene:
         """Everything that the commands have said."""
         return "\n".join(log.read_text(errors="replace") for log in self.logs.values())
 
-    def kill(self, words: str, number: int = signal.SIGKILL) -> None:
+    def kill(self, marker: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to the youngest process of the job with these words in its command line."""
         found = []
         for process in processes_with_env(MARK, self.config.name):
             with suppress(psutil.Error):
                 # torchrun's command line has its ranks' words too; a rank has a number.
-                if words in " ".join(process.cmdline()) and ("RANK" in process.environ()) == (words == RANK):
+                if marker in " ".join(process.cmdline()) and ("RANK" in process.environ()) == (marker == RANK):
                     found.append(process)
         max(found, key=lambda process: process.create_time()).send_signal(number)
 
@@ -178,7 +178,7 @@ class Scene:
 
     def _sees(self, sight: Sight) -> bool:
         with suppress(TrainLitgptError):  # a platform or a bucket that does not answer shows nothing
-            self.most = max(self.most, sum(one.status.state.is_live for one in self.attempts.all()))
+            self.most = max(self.most, sum(attempt.status.state.is_live for attempt in self.attempts.all()))
             return bool(sight(self))
         return False
 
@@ -202,16 +202,20 @@ class Scene:
         weights = sha256(self.storage.read(f"{LITGPT}/lit_model.pth", most=1 << 34)).hexdigest()
         return weights, tuple(checkpoint.step for checkpoint in list_complete(self.storage))
 
-    def require_promises(self, *told: str, attempts: tuple[int, ...] = (1,), kept: bool = False) -> None:
+    def require_promises(self, *patterns: str, attempts: tuple[int, ...] = (1,), kept: bool = False) -> None:
         """Hold the end of the run against the promises; Kubernetes keeps (`kept`) a finished job for `platform.ttl`."""
         assert self.result() == self.ground.undisturbed
         assert len(self.attempts.records()) in attempts, self.text
         assert self.most <= 1
-        assert [words for words in told if not re.search(words, self.text)] == [], self.text
+        assert [pattern for pattern in patterns if not re.search(pattern, self.text)] == [], self.text
         assert re.search("^Traceback", self.text, re.MULTILINE) is None, self.text
         assert self.attempts.live() is None
-        left = [one for one in orphaned_resources(self.attempts.index) if one.run == self.attempts.run and not kept]
-        assert left == [], left
+        orphaned = [
+            resource
+            for resource in orphaned_resources(self.attempts.index)
+            if resource.run == self.attempts.run and not kept
+        ]
+        assert orphaned == [], orphaned
         until(lambda: not processes_with_env(MARK, self.config.name))
         with Lease(self.attempts.index, self.attempts.run) as lease:
             assert lease.take()
@@ -222,8 +226,8 @@ def step(number: int) -> Sight:
     return lambda scene: number <= max((row["step"] for row in read_metrics(scene.storage)), default=0)
 
 
-def said(words: str) -> Sight:
-    return lambda scene: re.search(words, scene.text)
+def printed(pattern: str) -> Sight:
+    return lambda scene: re.search(pattern, scene.text)
 
 
 def claimed(scene: Scene) -> bool:

@@ -47,7 +47,7 @@ def node_preempted(cluster: Cluster, scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("befall", "told", "attempts"),
+    ("befall", "pattern", "attempts"),
     [
         (api_away_for_a_minute, "waiting, the job goes on", (1,)),
         (token_expires, "", (1,)),
@@ -55,10 +55,10 @@ def node_preempted(cluster: Cluster, scene: Scene) -> None:
     ],
 )
 def test_what_befalls_a_cluster_costs_the_training_nothing(
-    cluster: Cluster, scene: Scene, befall: Any, told: str, attempts: tuple[int, ...]
+    cluster: Cluster, scene: Scene, befall: Any, pattern: str, attempts: tuple[int, ...]
 ) -> None:
     command = scene.run()
     scene.until(step(16))
     befall(cluster, scene)
     assert scene.end_of(command) == 0
-    scene.require_promises(told, attempts=attempts, kept=True)
+    scene.require_promises(pattern, attempts=attempts, kept=True)

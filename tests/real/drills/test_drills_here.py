@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from another_user import needs_another_user
-from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, said, step, trained
+from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, printed, step, trained
 
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.node.agent import processes_with_env
@@ -19,7 +19,7 @@ AGAIN = "attempt 1 ended: .*node fault"
 
 
 @pytest.mark.parametrize(
-    ("words", "number", "told"),
+    ("marker", "number", "pattern"),
     [
         (RANK, signal.SIGKILL, AGAIN),
         (AGENT, signal.SIGKILL, AGAIN),
@@ -29,13 +29,13 @@ AGAIN = "attempt 1 ended: .*node fault"
     ids=["rank", "agent", "supervisor", "preemption"],
 )
 def test_a_process_of_the_job_dies_or_is_preempted_and_the_next_attempt_loses_no_step(
-    scene: Scene, words: str, number: int, told: str
+    scene: Scene, marker: str, number: int, pattern: str
 ) -> None:
     command = scene.run()
     scene.until(step(20))
-    scene.kill(words, number)
+    scene.kill(marker, number)
     assert scene.end_of(command) == 0
-    scene.require_promises(told, attempts=(2,))
+    scene.require_promises(pattern, attempts=(2,))
 
 
 def test_after_a_power_cut_the_same_command_goes_on(scene: Scene) -> None:
@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_ends_the_run_and_with_room_the_same_command_goes_on
 
 @pytest.mark.parametrize(
     "moment",
-    [said("✓ 1/5"), claimed, live, step(20), trained],
+    [printed("✓ 1/5"), claimed, live, step(20), trained],
     ids=["before it submits", "while it submits", "after it has", "while it tails", "while it collects"],
 )
 def test_an_orchestrator_is_killed_and_the_same_command_takes_up_what_lives(scene: Scene, moment: Sight) -> None:
@@ -97,13 +97,13 @@ def test_an_orchestrator_is_killed_and_the_same_command_takes_up_what_lives(scen
 
 
 def test_of_two_orchestrators_one_starts_the_job_and_the_other_goes_on_when_that_one_dies(scene: Scene) -> None:
-    one, other = scene.run(), scene.run()
+    first, second = scene.run(), scene.run()
     scene.until(step(20))
-    scene.until(said("reattached|follows"))
+    scene.until(printed("reattached|follows"))
     [holder] = [command for command, log in scene.logs.items() if "submitted" in log.read_text()]
     holder.kill()
     scene.kill(RANK)
-    assert sorted([scene.end_of(one), scene.end_of(other)]) == [KILLED, 0]
+    assert sorted([scene.end_of(first), scene.end_of(second)]) == [KILLED, 0]
     scene.require_promises(AGAIN, attempts=(2,))
     assert len(re.findall("submitted .*-1-\\w+ on local", scene.text)) == 1
 

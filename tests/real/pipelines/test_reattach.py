@@ -30,6 +30,6 @@ def test_a_killed_orchestrator_leaves_one_job_and_the_next_goes_on_with_its_log(
         assert process.wait() == 0
     [attempt] = claim_of(ticking).attempts.all()
     assert attempt.status.state is JobState.SUCCEEDED
-    told = Counter(re.findall(r"line (\d+)", first.read_text() + second.read_text()))
+    lines_seen = Counter(re.findall(r"line (\d+)", first.read_text() + second.read_text()))
     [lines] = re.findall(r"of (\d+) lines", second.read_text())
-    assert told == Counter(str(number) for number in range(int(lines))), "neither a gap nor a repeat"
+    assert lines_seen == Counter(str(number) for number in range(int(lines))), "neither a gap nor a repeat"

@@ -53,7 +53,7 @@ def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twi
         first.kill()
     before = {path.name for path in tmp_path.glob("runs/*")}
     assert len(before) < 12
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     runs = {path.name for path in tmp_path.glob("runs/*")}
     assert before <= runs
     assert len(runs) == 12
@@ -62,9 +62,9 @@ def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twi
     [sweep] = tmp_path.glob("sweeps/*")
     pruned = {path.name for path in (sweep / "pruned").iterdir()}
     assert 0 < len(pruned) < 12
-    assert all(f"{run}  pruned at step" in told for run in pruned)
+    assert all(f"{run}  pruned at step" in output for run in pruned)
     rows = [read_metrics(open_storage(str(tmp_path)).within(f"runs/{run}")) for run in pruned]
-    assert min(max(row["step"] for row in those) for those in rows) < 80, "none was ended before its last step"
+    assert min(max(row["step"] for row in metrics) for metrics in rows) < 80, "none was ended before its last step"
     assert (sweep / "sweep.html").read_text().count("<svg") >= 3
     assert RunConfig.model_validate(read_yaml(sweep / "best.yaml")).train.learning_rate > 1e-5
 
@@ -103,7 +103,11 @@ def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_
         match event:
             case MetricsRow(row={"kind": "step", "step": int(step)}) if step >= 33 and not killed:
                 [record] = Index(run.root).records(run.name)
-                ranks = [one for one in processes_with_env(JOB_TAG, record.job_id) if "LOCAL_RANK" in one.environ()]
+                ranks = [
+                    process
+                    for process in processes_with_env(JOB_TAG, record.job_id)
+                    if "LOCAL_RANK" in process.environ()
+                ]
                 killed.append(ranks[-1].pid)
                 os.kill(killed[0], signal.SIGKILL)
 
@@ -135,8 +139,8 @@ def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_
 
     def run() -> Path:
         two, code = LocalPlatformConfig(kind="local", nodes=2, processes=1), CodeSettings(mount=str(lib.parent))
-        given = {"args": (str(tmp_path / "up"), str(tmp_path / "go")), "root": str(tmp_path), "code": code}
-        return Path(asyncio.run(run_torchrun(script="train.py", platform=two, **given)))
+        parameters = {"args": (str(tmp_path / "up"), str(tmp_path / "go")), "root": str(tmp_path), "code": code}
+        return Path(asyncio.run(run_torchrun(script="train.py", platform=two, **parameters)))
 
     def edit() -> None:
         until((tmp_path / "up").exists)
@@ -167,7 +171,7 @@ def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tin
         assert prepared("dask", DaskWorkers(kind="dask", scheduler=cluster.scheduler_address)) == expected
 
 
-def died(*given: Any) -> None:
+def died(*_: Any) -> None:
     os._exit(9)
 
 

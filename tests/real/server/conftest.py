@@ -14,9 +14,9 @@ __all__ = ["client", "served"]
 
 
 @pytest.fixture(scope="package")
-def whole(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
+def tiny_run(served: Served, tiny_under: Callable[..., RunConfig]) -> RunConfig:
     """A training that Prefect's own command started and watched to its good end."""
     config = tiny_under(served.root, {"name": "whole"})
-    given = [f"--param={name}={json.dumps(value)}" for name, value in config.model_dump(mode="json").items()]
-    served.python("prefect", "deployment", "run", "train-litgpt/local", *given, "--watch")
+    parameters = [f"--param={name}={json.dumps(value)}" for name, value in config.model_dump(mode="json").items()]
+    served.python("prefect", "deployment", "run", "train-litgpt/local", *parameters, "--watch")
     return config

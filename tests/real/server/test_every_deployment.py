@@ -23,9 +23,9 @@ sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 from test_platform_contract import Place, batch_place, gke_place, runai_place
 
 NAMES = sorted(
-    f"{'run-torchrun' if 'run_torchrun' in one['entrypoint'] else 'train-litgpt'}/{one['name']}"
-    for one in read_yaml(PREFECT_FILE)["deployments"]
-    if {"gke", "runai", "batch"} & set(one["tags"])
+    f"{'run-torchrun' if 'run_torchrun' in deployment['entrypoint'] else 'train-litgpt'}/{deployment['name']}"
+    for deployment in read_yaml(PREFECT_FILE)["deployments"]
+    if {"gke", "runai", "batch"} & set(deployment["tags"])
 )
 
 
@@ -60,9 +60,9 @@ def test_a_deployment_leads_to_its_platform(
     with place_of(name, tmp_path) as (place, found):
         changes |= {f"platform.{setting}": value for setting, value in found.items()}
         variables = f"env={json.dumps(dict(place.environment))}"
-        given = ("-p", f"overrides={json.dumps(changes)}", "--job-variable", variables)
-        said = served.python("prefect", "deployment", "run", name, *given)
-        flow_run = UUID(said.partition("UUID: ")[2].split()[0])
+        parameters = ("-p", f"overrides={json.dumps(changes)}", "--job-variable", variables)
+        output = served.python("prefect", "deployment", "run", name, *parameters)
+        flow_run = UUID(output.partition("UUID: ")[2].split()[0])
         until(lambda: place.live_jobs() or client.read_flow_run(flow_run).state.is_final(), seconds=120)
         state = client.read_flow_run(flow_run).state
         assert place.live_jobs() or "[gke." in str(state.message), state

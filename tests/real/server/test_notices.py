@@ -57,8 +57,8 @@ def test_the_deaths_of_an_orchestrator_and_of_a_script_are_told_with_a_reason_a_
 
     (script := tmp_path / "wrong.py").write_text("raise ValueError('the night shift is \"asleep\"')")
     changes = {"name": "broken", "root": str(tmp_path / "out"), "script": str(script)}
-    given = f"overrides={json.dumps(changes)}"
-    served.python("prefect", "deployment", "run", "run-torchrun/pi", "-p", given)
+    overrides = f"overrides={json.dumps(changes)}"
+    served.python("prefect", "deployment", "run", "run-torchrun/pi", "-p", overrides)
     broken = until(lambda: [text for text in notices if text.startswith("broken-")])[0]
     assert re.match(r"broken-[0-9a-f]{10} \(run-torchrun\): Failed\n", broken)
     assert 'ValueError: the night shift is "asleep"' in broken

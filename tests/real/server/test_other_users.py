@@ -7,7 +7,7 @@ import fcntl
 import pytest
 from another_user import as_nobody, needs_another_user, shared_temporary
 
-from flows.parameters import taken
+from flows.parameters import acquire_process_lock
 
 
 @needs_another_user
@@ -15,6 +15,6 @@ def test_another_user_cannot_have_a_flow_run_lock_a_file_of_its_choice(monkeypat
     with shared_temporary(monkeypatch) as shared:
         (victim := shared / "victim").touch(mode=0o600)
         assert as_nobody('ln -s "$1" "$2"', victim, shared / "train-litgpt-lock")
-        assert taken("5f7a0000-0000-0000-0000-000000000000")
+        assert acquire_process_lock("5f7a0000-0000-0000-0000-000000000000")
         with victim.open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

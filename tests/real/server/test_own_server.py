@@ -37,8 +37,8 @@ def own(prefect_home: Callable[[], Path]) -> Iterator[Any]:
     env = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "600"}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", COMMAND], env=env, text=True, **pipes) as command:  # type: ignore[call-overload]
-        told = json.loads(command.stdout.readline())
-        yield SimpleNamespace(**told, command=psutil.Process(command.pid), home=home)
+        report = json.loads(command.stdout.readline())
+        yield SimpleNamespace(**report, command=psutil.Process(command.pid), home=home)
         command.stdin.close()
 
 

@@ -51,6 +51,6 @@ def test_what_server_and_worker_keep_is_closed_to_other_users(served: Any) -> No
 def test_no_log_and_no_command_line_shows_the_secret(served: Any) -> None:
     logs = [*environment_file(served.home).parent.glob("*.log")]
     assert [log for log in logs if served.secret in log.read_text()] == []
-    lines = [" ".join(one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"])]
+    lines = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     assert any(POOL in line for line in lines)
     assert not [line for line in lines if served.secret in line]

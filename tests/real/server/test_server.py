@@ -35,10 +35,10 @@ def submitted(served: Any, config: RunConfig) -> UUID:
     """The flow run that our command line creates, met in the middle of its training."""
     settings = config.model_dump(mode="json", exclude={"launch"})
     changes = [f"{name}={json.dumps(value)}" for name, value in settings.items()]
-    said = served.call(str(Path(sys.executable).with_name("train-litgpt")), "submit", "local", *changes)
+    output = served.call(str(Path(sys.executable).with_name("train-litgpt")), "submit", "local", *changes)
     storage = plan_run(config).storage
     until(lambda: sum(row["kind"] == "step" for row in read_metrics(storage)) > 3)
-    return UUID(said.strip().rpartition("/")[2])
+    return UUID(output.strip().rpartition("/")[2])
 
 
 def with_variable(name: str, value: str) -> list[psutil.Process]:
@@ -53,7 +53,9 @@ def with_variable(name: str, value: str) -> list[psutil.Process]:
 def engine_of(flow_run: UUID) -> psutil.Process:
     """The process that orchestrates it."""
     engines = with_variable("PREFECT__FLOW_RUN_ID", str(flow_run))
-    [engine] = [one for one in engines if JOB_TAG not in one.environ() and "prefect.engine" in one.cmdline()]
+    [engine] = [
+        process for process in engines if JOB_TAG not in process.environ() and "prefect.engine" in process.cmdline()
+    ]
     return engine
 
 
@@ -61,8 +63,8 @@ def of_job(config: RunConfig) -> list[psutil.Process]:
     return with_variable(JOB_TAG, str(plan_run(config).storage.address()))
 
 
-def test_prefects_own_command_runs_a_training_to_its_end(whole: RunConfig, client: SyncPrefectClient) -> None:
-    run = plan_run(whole)
+def test_prefects_own_command_runs_a_training_to_its_end(tiny_run: RunConfig, client: SyncPrefectClient) -> None:
+    run = plan_run(tiny_run)
     assert read_manifest(run.storage, RunManifest) is not None
     for kind in ("progress", "training", "report"):
         client.request("GET", "/artifacts/{key}/latest", path_params={"key": f"{kind}-{run.name}"}).raise_for_status()
@@ -77,11 +79,11 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     flow_run = submitted(served, config)
     wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
     engine_of(flow_run).send_signal(how)
-    [rank] = [one for one in of_job(config) if "LOCAL_RANK" in one.environ()]
+    [rank] = [process for process in of_job(config) if "LOCAL_RANK" in process.environ()]
     rank.suspend()  # so that it does not end before the resumed run is there, however fast it is
     try:
-        words = re.compile("reattached|this orchestrator follows")  # the dead one's lease may not have run out
-        until(lambda: words.search("\n".join(log.message for log in client.read_logs(wanted))), seconds=600)
+        message = re.compile("reattached|this orchestrator follows")  # the dead one's lease may not have run out
+        until(lambda: message.search("\n".join(log.message for log in client.read_logs(wanted))), seconds=600)
     finally:
         rank.resume()
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.COMPLETED, seconds=600)

@@ -56,13 +56,15 @@ CHOSEN = ("litgpt_demo/training", "litgpt_demo/export", "litgpt_demo/node")
 
 
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("stack", [one.name for one in STACKS.values() if not version("torch").startswith(one.torch)])
+@pytest.mark.parametrize(
+    "stack", [name for name, stack in STACKS.items() if not version("torch").startswith(stack.torch)]
+)
 def test_training_checkpoints_and_nodes_work_with_the_torch_of_each_stack(stack: str, tmp_path: Path) -> None:
     python = python_with(STACKS[stack].torch, upon_ours=True)
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    asked = [python, "-c", "import torch; print(torch.__version__)"]
-    said = subprocess.run(asked, env=environ, capture_output=True, text=True, check=True)
-    assert said.stdout.partition("+")[0].strip() == STACKS[stack].torch
+    command = [python, "-c", "import torch; print(torch.__version__)"]
+    printed = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert printed.stdout.partition("+")[0].strip() == STACKS[stack].torch
     environ.pop("PYTEST_ADDOPTS", None)
     pytest_of = [python, "-m", "pytest", "-n", "0", f"--basetemp={tmp_path}/tests", "-o", f"cache_dir={tmp_path}/cache"]
     command = [*map(str, pytest_of), *(str(TESTS / folder) for folder in CHOSEN)]
@@ -92,9 +94,9 @@ def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_sav
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The image has that torch, requirements-node.txt and our package, and nothing else."""
-    ours = TESTS.parent / "litgpt_demo"
-    python = python_with(TORCH, "numpy<2", *requirements((ours / "requirements-node.txt").read_text()))
-    shutil.copytree(ours, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
+    package = TESTS.parent / "litgpt_demo"
+    python = python_with(TORCH, "numpy<2", *requirements((package / "requirements-node.txt").read_text()))
+    shutil.copytree(package, tmp_path / "image" / "litgpt_demo", ignore=shutil.ignore_patterns("__pycache__"))
     own = {"PYTHONPATH": str(tmp_path / "image")}
     monkeypatch.setattr(gpu, "PYTHON", (str(python),))
     seen = gpu.torch_seen(os.environ | own)
@@ -109,9 +111,9 @@ def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_sav
         until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
         for node in nodes:
             node.terminate()
-        said = [node.communicate()[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [45, 45], said
-    for rank, text in enumerate(said):
+        outputs = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [45, 45], outputs
+    for rank, text in enumerate(outputs):
         assert f"[rank{rank}]:torch {TORCH}+cu121 rank {rank} sum 3" in text.splitlines()
     path = tmp_path / "d" / "node-1" / "network.json"
     assert read_result(path.read_bytes(), str(path)).backend == "gloo"

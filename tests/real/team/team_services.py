@@ -46,13 +46,13 @@ class Team:
             probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
             self.ports |= {name: probe.getsockname()[1] for name, probe in zip(names, probes, strict=True)}
         self.url = f"http://127.0.0.1:{self.ports['door']}"
-        given = {
+        values = {
             "TEAM_URL": self.url,
             "PREFECT_API_AUTH_STRING": SECRET,
             "POSTGRES_PASSWORD": "quiet",
             "REDIS_PASSWORD": "hush",
         }
-        text = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: given[found[1]], (SERVER / "compose.yaml").read_text())
+        text = re.sub(r"\$\{(\w+)[^}]*\}", lambda found: values[found[1]], (SERVER / "compose.yaml").read_text())
         for name, port in (("postgres", 5432), ("redis", 6379)):
             text = text.replace(f"@{name}:{port}", f"@127.0.0.1:{self.ports[name]}")
         self.services: dict[str, dict[str, Any]] = yaml.safe_load(text)["services"]
@@ -117,17 +117,17 @@ class Team:
 
     def tree(self, name: str) -> list[int]:
         """The processes that a worker's flow runs are."""
-        return [one.pid for one in psutil.Process(self.processes[name].pid).children(recursive=True)]
+        return [child.pid for child in psutil.Process(self.processes[name].pid).children(recursive=True)]
 
     def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> set[int]:
         """End a service; of a worker its flow runs too, as when its machine dies. Returns the processes that it was."""
         process = self.processes.pop(name)
         all_of_it = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for one in all_of_it:
-            if name != "postgres" or one.pid == process.pid:
-                one.send_signal(how)
+        for member in all_of_it:
+            if name != "postgres" or member.pid == process.pid:
+                member.send_signal(how)
         process.wait()
-        return {one.pid for one in all_of_it}
+        return {member.pid for member in all_of_it}
 
     def down(self) -> None:
         for name in reversed(list(self.processes)):
@@ -139,23 +139,23 @@ class Team:
         """PostgreSQL's own folder, which its user can reach."""
         return Path(f"/tmp/team-{self.ports['postgres']}")
 
-    def client(self, program: str, *words: str, database: str = "prefect") -> list[str]:
+    def client(self, program: str, *arguments: str, database: str = "prefect") -> list[str]:
         """The command line of one of PostgreSQL's programs."""
         address = f"postgresql://prefect:quiet@127.0.0.1:{self.ports['postgres']}/{database}"
         option = "--maintenance-db" if program == "createdb" else "--dbname"
-        return [f"{PACKAGED[-1]}/{program}", f"{option}={address}", *words]
+        return [f"{PACKAGED[-1]}/{program}", f"{option}={address}", *arguments]
 
     def make_database(self) -> None:
         self.data.mkdir(mode=0o700)
         shutil.chown(self.data, "postgres")
         (self.folder / "password").write_text("quiet")
         command = [PACKAGED[-1] / "initdb", "-Uprefect", "-Ascram-sha-256", "--pwfile=/dev/stdin", "-D", self.data]
-        with (self.folder / "password").open() as given:
-            subprocess.run(command, stdin=given, user="postgres", check=True, capture_output=True, cwd=self.data)
+        with (self.folder / "password").open() as password:
+            subprocess.run(command, stdin=password, user="postgres", check=True, capture_output=True, cwd=self.data)
 
-    def call(self, *words: str) -> str:
+    def call(self, *arguments: str) -> str:
         """Run a module of ours as somebody of the team does."""
-        command = [sys.executable, "-m", *words]
+        command = [sys.executable, "-m", *arguments]
         done = subprocess.run(command, env=self.environment, cwd=CHECKOUT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

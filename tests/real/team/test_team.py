@@ -43,8 +43,8 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
     made.make_database()
     try:
         made.up()
-        said = made.call("cli", "deploy")
-        assert "automation   created      resume-crashed" in said
+        output = made.call("cli", "deploy")
+        assert "automation   created      resume-crashed" in output
         made.call("prefect", "work-pool", "set-concurrency-limit", "litgpt-local", "8")
         for name in ("worker-1", "worker-2"):
             made.start(name)
@@ -56,7 +56,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 @pytest.fixture
 def client(team: Team) -> Iterator[SyncPrefectClient]:
     with SyncPrefectClient(f"{team.url}/api", auth_string=SECRET) as opened:
-        [zombies] = [one for one in opened.read_automations() if one.name == "crash-zombies"]
+        [zombies] = [automation for automation in opened.read_automations() if automation.name == "crash-zombies"]
         # As docs/team.md says for those who will not wait 20 minutes for the flow runs of a dead machine.
         zombies.trigger.within = timedelta(seconds=75)
         wanted = zombies.model_dump(include={"name", "description", "enabled", "trigger", "actions"})
@@ -81,7 +81,7 @@ def states(client: SyncPrefectClient, flow_runs: list[UUID]) -> set[StateType | 
     chosen = FlowRunFilter(id=FlowRunFilterId(any_=flow_runs))
     found = client.read_flow_runs(flow_run_filter=chosen, limit=200)
     assert len(found) == len(flow_runs)
-    return {one.state_type for one in found}
+    return {flow_run.state_type for flow_run in found}
 
 
 def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_die(
@@ -89,7 +89,7 @@ def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_d
 ) -> None:
     gate = tmp_path / "gate"
 
-    def told(flow_run: UUID) -> list[str]:
+    def lines_of(flow_run: UUID) -> list[str]:
         file = tmp_path / str(flow_run)
         return file.read_text().split("\n")[:-1] if file.exists() else []
 
@@ -98,36 +98,38 @@ def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_d
         return client.create_flow_run_from_deployment(tiny, parameters=parameters).id
 
     def pid(flow_run: UUID) -> int:
-        return int(told(flow_run)[-1].split()[1])
+        return int(lines_of(flow_run)[-1].split()[1])
 
     def taken_up(flow_run: UUID) -> bool:
         return any(state.name == "AwaitingRetry" for state in client.read_flow_run_states(flow_run))
 
     held = [started(str(gate)) for _ in range(2)]
     flow_runs = [*held, *(started(None) for _ in range(COUNT - 2))]
-    until(lambda: all(map(told, held)))
+    until(lambda: all(map(lines_of, held)))
     team.kill("api-1")
-    until(lambda: sum("ended" in told(one) for one in flow_runs) > 5, seconds=600)
+    until(lambda: sum("ended" in lines_of(flow_run) for flow_run in flow_runs) > 5, seconds=600)
     # A machine dies, with what its worker runs just now.
-    theirs = next(name for name in ("worker-1", "worker-2") if pid(held[1]) in team.tree(name))
-    lost = team.kill(theirs)
-    killed = {one for one in flow_runs if told(one) and int(told(one)[0].split()[1]) in lost} | set(held)
+    worker = next(name for name in ("worker-1", "worker-2") if pid(held[1]) in team.tree(name))
+    lost = team.kill(worker)
+    killed = {
+        flow_run for flow_run in flow_runs if lines_of(flow_run) and int(lines_of(flow_run)[0].split()[1]) in lost
+    } | set(held)
     until(lambda: taken_up(held[1]), seconds=120)
 
     more = [started(None) for _ in range(10)]
-    until(lambda: any(map(told, more)), seconds=600)
+    until(lambda: any(map(lines_of, more)), seconds=600)
     team.kill("redis")
     team.start("redis")
-    until(lambda: all(Path(f"/proc/{pid(one)}").exists() for one in held), seconds=600)
-    before = len(told(held[0]))
+    until(lambda: all(Path(f"/proc/{pid(flow_run)}").exists() for flow_run in held), seconds=600)
+    before = len(lines_of(held[0]))
     os.kill(pid(held[0]), signal.SIGKILL)
-    until(lambda: len(told(held[0])) > before, seconds=120)
+    until(lambda: len(lines_of(held[0])) > before, seconds=120)
     gate.touch()
     flow_runs += more
     until(lambda: states(client, flow_runs) == {StateType.COMPLETED}, seconds=900)
     # One that is killed after its last line, and before it has told the server so, runs anew.
-    assert all("ended" in told(one) for one in killed)
-    assert [told(one) for one in set(flow_runs) - killed if len(told(one)) != 2] == []
+    assert all("ended" in lines_of(flow_run) for flow_run in killed)
+    assert [lines_of(flow_run) for flow_run in set(flow_runs) - killed if len(lines_of(flow_run)) != 2] == []
 
 
 def test_a_restored_database_loses_nothing_of_what_it_had_and_starts_no_job_again(
@@ -139,9 +141,9 @@ def test_a_restored_database_loses_nothing_of_what_it_had_and_starts_no_job_agai
 ) -> None:
     config = tiny_under(tmp_path, {"name": "handed-over", "train.max_steps": 40})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    said = team.call("cli", "run", str(tmp_path / "mine.yaml"), "--detach")
-    assert "of train-litgpt/local" in said
-    training = UUID(said.strip().rpartition("/")[2])
+    output = team.call("cli", "run", str(tmp_path / "mine.yaml"), "--detach")
+    assert "of train-litgpt/local" in output
+    training = UUID(output.strip().rpartition("/")[2])
     done = client.create_flow_run_from_deployment(tiny, parameters={"folder": str(tmp_path)}).id
     gate = tmp_path / "gate"
     meanwhile = {"folder": str(tmp_path), "gate": str(gate)}

@@ -17,8 +17,8 @@ from launcher.events import Step
 async def tiny(folder: str, gate: str | None = None) -> None:
     """Begin as every flow of ours does, and end when the file `gate` is there."""
     begin((Step.TRAINING,))
-    with Path(folder, str(flow_run.id)).open("a") as told:
-        print("began", os.getpid(), file=told, flush=True)
+    with Path(folder, str(flow_run.id)).open("a") as file:
+        print("began", os.getpid(), file=file, flush=True)
         if gate is not None:
             until(Path(gate).exists, seconds=1800)
-        print("ended", file=told, flush=True)
+        print("ended", file=file, flush=True)
