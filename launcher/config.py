@@ -159,13 +159,6 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
-    def _has_tasks(self) -> Self:
-        if self.train.evaluate_with is not None and self.evaluation is None:
-            problem = f"train.evaluate_with={self.train.evaluate_with} needs tasks to score checkpoints by"
-            raise ValueError(f"{problem}; give evaluation.tasks")
-        return self
-
-    @model_validator(mode="after")
     def _is_priced(self) -> Self:
         if self.platform.price is not None:
             return self

@@ -705,8 +705,6 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     with fewer gives all of them, once."""
     checkpoint_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two checkpoints; the last step is always kept."""
-    evaluate_with: TunesRun[PositiveCount | None] = None
-    """Run the tasks of `evaluation` on every N-th checkpoint while the training continues; empty runs none."""
     keep_last: TunesRun[Count] = Field(2, gt=0)
     """The number of newest checkpoints to keep. At least one that verifies is always kept."""
     keep_best: TunesRun[Count] = Field(1, ge=0)
@@ -828,6 +826,8 @@ class EvaluationConfig(Settings, title="Evaluation"):
 
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks, groups or tags: `lm-eval ls tasks` lists them."""
+    every_checkpoints: PositiveCount | None = None
+    """Also score every N-th checkpoint while the training continues; empty scores only the collected model."""
     task_folder: PathOrUri | None = None
     """A folder of this machine with task files of your own, and their data, named relative to it. A task file may run
     Python: give one that you trust."""

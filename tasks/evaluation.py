@@ -84,10 +84,10 @@ async def _alone(run: Storage) -> AsyncIterator[None]:
 
 
 class CheckpointScores:
-    """While it is entered, scores every `train.evaluate_with`th checkpoint in parallel to the training, one at a time.
+    """Scores every N-th checkpoint (`evaluation.every_checkpoints`) in parallel to the training, one at a time.
 
-    The stage of evaluation scores the last step. A checkpoint that cannot be scored causes a warning, and never ends
-    the training.
+    It works while it is entered. The stage of evaluation scores the last step. A checkpoint that cannot be scored
+    causes a warning, and never ends the training.
     """
 
     def __init__(self, run: Run) -> None:
@@ -105,12 +105,13 @@ class CheckpointScores:
 
     def follow(self, row: Row) -> None:
         """Queue the checkpoint of a metrics row if it is to be scored."""
-        train = self._run.config.train
+        config = self._run.config
+        interval = None if config.evaluation is None else config.evaluation.every_checkpoints
         match row:
             case {"kind": "start", "steps": int(steps)}:
                 self._steps = steps
-            case {"kind": "checkpoint", "step": int(step)} if train.evaluate_with and step != self._steps:
-                if step % (train.evaluate_with * train.checkpoint_every) == 0:
+            case {"kind": "checkpoint", "step": int(step)} if interval and step != self._steps:
+                if step % (interval * config.train.checkpoint_every) == 0:
                     self._due.put_nowait(step)
 
     async def _until_the_end(self) -> None:

@@ -89,7 +89,7 @@ def place_of(model: FinalManifest | int, asked: EvaluationConfig) -> str:
     there = [] if folder is None else [path for path in folder.rglob("*") if path.is_file()]
     files = sorted(path for path in there if "__pycache__" not in path.parts)  # the harness imports what is beside them
     tasks = [f"{path.relative_to(folder or path)} {sha256_of(path)}" for path in files]
-    what = asked.model_dump(mode="json", exclude={"task_folder", "batch_size"})
+    what = asked.model_dump(mode="json", exclude={"task_folder", "batch_size", "every_checkpoints"})
     return f"{EVALUATIONS}/{content_hash(what, which, ' '.join(tasks))}.json"
 
 

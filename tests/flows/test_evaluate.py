@@ -39,7 +39,7 @@ def with_task(config: RunConfig, folder: Path, **more: Any) -> RunConfig:
         "doc_to_target": "{{goes_on}}", "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     }  # fmt: skip
     (folder / "words.yaml").write_text(yaml.safe_dump(task))
-    requests = {"evaluation": {"tasks": ["words"], "task_folder": str(folder)}, **more}
+    requests = {"evaluation": {"tasks": ["words"], "task_folder": str(folder), **more}}
     return validated(RunConfig, overridden(config.model_dump(mode="json"), requests), where="it")
 
 
@@ -82,7 +82,7 @@ def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own
 def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_warning(
     trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path
 ) -> None:
-    config = with_task(trained.config, tmp_path, train={"evaluate_with": 1})
+    config = with_task(trained.config, tmp_path, every_checkpoints=1)
     run, every, notes = plan_run(config), config.train.checkpoint_every, list[Event]()
     last, *before = [entry.step for entry in list_complete(run.storage)]
 
@@ -115,5 +115,5 @@ def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[
         assert "train-litgpt[evaluate]" in str(reported["evaluation.missing"].fix)
     with pytest.raises(ConfigProblem, match=r"evaluation\.tasks"):
         tiny({"evaluation": {"tasks": []}})
-    with pytest.raises(ConfigProblem, match=r"train.evaluate_with=2 needs tasks"):
-        tiny({"train.evaluate_with": 2})
+    with pytest.raises(ConfigProblem, match=r"evaluation\.tasks: is required"):
+        tiny({"evaluation.every_checkpoints": 2})
