@@ -16,7 +16,7 @@ from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
-from typing import Annotated, Any, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
 from pydantic import ValidationError
@@ -29,7 +29,7 @@ from deployments import bootstrap
 from flows import serving
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
-from launcher.checks.plan import findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
+from launcher.checks.plan import AnyConfig, findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.checks.preflight import check_evaluation
 from launcher.config import (
     RunConfig,
@@ -173,17 +173,14 @@ def _problem_of_prefects_settings(error: ValueError) -> str:
     )
 
 
-AnyKind: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
-
-
 def read_config(
-    path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyKind] | None = None
-) -> AnyKind:
+    path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyConfig] | None = None
+) -> AnyConfig:
     """Read a config of the kind that its sections name: `script`, `sweep`, `measure`, or a training. For an explicit
     `kind`, sections that such a config lacks are ignored."""
     document = config_document(path, assignments or [], platform_file=profile)
     if kind is None:
-        kinds: dict[str, type[AnyKind]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
+        kinds: dict[str, type[AnyConfig]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
         kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
     else:
         document = {name: value for name, value in document.items() if name in kind.model_fields}
@@ -229,7 +226,7 @@ def _with_launch(overrides: list[str] | None, *, allow_duplicate: bool, replace:
     return settings
 
 
-def _run(settings: AnyKind, output: bool = False) -> None:
+def _run(settings: AnyConfig, output: bool = False) -> None:
     match settings:
         case SweepConfig():
             trials(settings)  # an impossible sweep is refused before anything starts
@@ -634,15 +631,10 @@ def status(
         return
     rows = []
     for attempt in attempts:
-        row = {
-            "attempt": attempt.number,
-            "state": attempt.status.state,
-            "in the platform's words": attempt.status.native,
-        }
-        row["job"] = attempt.record.job_id
-        if attempt.record.code:
-            row["code"] = attempt.record.code
-        rows.append(row)
+        status, record = attempt.status, attempt.record
+        row = {"attempt": attempt.number, "state": status.state, "in the platform's words": status.native}
+        code = {"code": record.code} if record.code else {}
+        rows.append({**row, "job": record.job_id, **code})
     _print_table(rows)
     _print_findings(reason for attempt in attempts for reason in attempt.status.reasons)
     is_live = any(attempt.status.state.is_live for attempt in attempts)
@@ -770,7 +762,9 @@ def reap(
         _say(escape(resource.what))
     if not removable:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
-    elif dry_run or not (yes or _confirm(f"remove all of it, {len(removable)} attempts?", as_json)):
+    elif not dry_run and not yes and sys.stdin.isatty():
+        yes = typer.confirm(f"remove all of it, {len(removable)} attempts?", err=as_json)
+    if removable and (dry_run or not yes):
         _say("nothing was removed; --yes removes it")
         removable = []
     for resource in removable:
@@ -786,10 +780,6 @@ def reap(
     _print_json({"reaped": list(map(str, reaped)), "left": orphaned, "removed": removed})
     if is_unknown:
         raise typer.Exit(EXIT_CODES[FailureClass.UNREACHABLE])
-
-
-def _confirm(question: str, as_json: bool) -> bool:
-    return sys.stdin.isatty() and typer.confirm(question, err=as_json)
 
 
 def target_of(name: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:

@@ -257,16 +257,15 @@ class Inspection:
         planned, workers = self.run.dataset, self.run.config.dataset_workers
         if isinstance(workers, DaskWorkers):
             executor = f"the Dask workers of {workers.scheduler}"
-        elif workers.count:
-            executor = f"{workers.count} {workers.kind}"
         else:
-            executor = f"as many {workers.kind} as cores"
+            executor = f"{workers.count or 'as many'} {workers.kind}"
+            if not workers.count:
+                executor += " as cores"
         action = f"prepare {planned.name if planned.unknown else _amount_to_read(planned)} by {executor}"
         if planned.unknown or self.unreachable:
             action = f"unknown: nothing if it is done, else {action}"
-        if scratch := preflight.scratch_for(planned, root=self.run.config.root, workers=workers):
-            action += f", with {scratch}"
-        return action
+        scratch = preflight.scratch_for(planned, root=self.run.config.root, workers=workers)
+        return f"{action}, with {scratch}" if scratch else action
 
     def training(self) -> str:
         length = f"{self.steps:,} steps" if self.steps else "one pass over the data"
@@ -296,8 +295,7 @@ def _image_action(config: RunConfig) -> str:
 
 
 def _inspect(work: Run | Script) -> Inspection:
-    """Look for the running attempt, and for live jobs that a run would not duplicate unless it is done.
-    If the root or the platform does not answer, nothing is known to exist. Nothing is written."""
+    # If the root or the platform does not answer, nothing is known to exist. Nothing is written.
     claim = claim_at(work)
     run = work if isinstance(work, Run) else None
     findings: list[Finding] = []
@@ -333,53 +331,39 @@ def _inspect(work: Run | Script) -> Inspection:
     )
 
 
-class _Memo:
-    """Findings that several trials have in common: each check is made once, by the hash of what it looks at."""
+def _blockers(inspections: Sequence[Inspection]) -> list[list[Finding]]:
+    results: dict[tuple[str, str], Any] = {}
 
-    def __init__(self) -> None:
-        self._results: dict[tuple[str, str], Any] = {}
-
-    def once(self, check: str, inputs: str, make: Callable[[], T]) -> T:
-        if (check, inputs) not in self._results:
-            self._results[check, inputs] = make()
-        result: T = self._results[check, inputs]
+    def once(check: str, inputs: str, make: Callable[[], T]) -> T:  # trials have checks of the same inputs in common
+        if (check, inputs) not in results:
+            results[check, inputs] = make()
+        result: T = results[check, inputs]
         return result
 
-
-def _blockers(inspections: Sequence[Inspection]) -> list[list[Finding]]:
-    memo = _Memo()
-    blockers = []
-    for inspection in inspections:
-        if isinstance(inspection.work, Script):
-            job = inspection.claim.make_job(inspection.attempt)
-            blockers.append(list(preflight.check_script(inspection.work, inspection.claim.platform, job)))
-        else:
-            blockers.append(_training_blockers(inspection, memo))
-    return blockers
+    return [_blockers_of(inspection, once) for inspection in inspections]
 
 
-def _training_blockers(inspection: Inspection, memo: _Memo) -> list[Finding]:
-    run, dataset, platform = inspection.run, inspection.dataset, inspection.claim.platform
-    config, planned = run.config, run.dataset
-    job = inspection.claim.make_job(inspection.attempt)
-    findings = list[Finding]()
-    place = content_hash(config.root, config.platform, config.image)
-    findings += memo.once("place", place, lambda: preflight.check_place(config, platform, job))
-    findings += memo.once("corpus", planned.key, lambda: list(warnings_of(planned)))  # reads the start of its texts
-    findings += preflight.check_training(config, job, vocab_size=inspection.vocabulary)
-    if problem := replay_problem(run.origin, planned.sample_keys, config.train.seed):
+def _blockers_of(inspection: Inspection, once: Callable[[str, str, Callable[[], Any]], Any]) -> list[Finding]:
+    platform, job = inspection.claim.platform, inspection.claim.make_job(inspection.attempt)
+    if isinstance(inspection.work, Script):
+        return list(preflight.check_script(inspection.work, platform, job))
+    run, dataset = inspection.run, inspection.dataset
+    config, planned, vocab_size = run.config, run.dataset, inspection.vocabulary
+    place, weights = content_hash(config.root, config.platform, config.image), content_hash(config.model, planned.key)
+    findings = list[Finding](once("place", place, lambda: preflight.check_place(config, platform, job)))
+    findings += once("corpus", planned.key, lambda: list(warnings_of(planned)))  # reads the start of its texts
+    findings += preflight.check_training(config, job, vocab_size=vocab_size)
+    problem = replay_problem(run.origin, planned.sample_keys, config.train.seed)
+    if problem:
         findings.append(Finding("error", "model.init_from.samples", *problem))
-    findings += memo.once(  # in a process that takes seconds
-        "weights",
-        content_hash(config.model, planned.key),
-        lambda: list(preflight.check_origin(run, dataset, vocab_size=inspection.vocabulary)),
-    )
+    # In a process that takes seconds.
+    findings += once("weights", weights, lambda: list(preflight.check_origin(run, dataset, vocab_size=vocab_size)))
     prepared: preflight.DryRun = dataset
     if dataset is None:
-        prepared = memo.once("dataset", planned.key, lambda: preflight.dry_run_dataset(planned))
+        prepared = once("dataset", planned.key, lambda: preflight.dry_run_dataset(planned))
         # A Dask scheduler is queried over the network.
-        workers = content_hash(config.dataset_workers)
-        findings += memo.once("dataset_workers", workers, lambda: preflight.check_workers(config.dataset_workers))
+        workers = config.dataset_workers
+        findings += once("workers", content_hash(workers), lambda: preflight.check_workers(workers))
     if isinstance(prepared, Finding):
         findings.append(prepared)
     elif prepared is not None:
@@ -420,7 +404,6 @@ def plan_to_start(config: RunConfig) -> Run:
 
 
 def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> list[dict[str, str]]:
-
     def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
         figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
         return {"trial": title, "would": would, **figures, "run": run}

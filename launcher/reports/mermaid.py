@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from launcher.curves import smoothed
+
 _GRID = 129  # positions along a chart, 5 pixels each
 _PLOTTABLE = 1e100  # beyond it the arithmetic of an axis overflows
 _UNITS = ((1_000_000, "million steps"), (1_000, "thousand steps"), (0, "step"))
@@ -31,6 +33,8 @@ _SETTINGS: dict[str, Any] = {
 def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str, from_zero: bool = False) -> str:
     """Return a chart of curves over the steps of a training, each by its name in the legend, where "" keeps it out of
     that; empty where fewer than two steps can be drawn."""
+    import numpy as np
+
     drawn = {
         name: {step: points[step] for step in sorted(points) if abs(points[step]) < _PLOTTABLE}
         for name, points in curves.items()
@@ -52,8 +56,10 @@ def lines(title: str, curves: Mapping[str, Mapping[int, float]], *, y_label: str
     statements = [f'title "{_plain(title)}"', f'x-axis "{name}" {span}']
     statements.append(f'y-axis "{_plain(y_label)}" {low:.{decimals}f} --> {high:.{decimals}f}')
     style = ""
+    grid = np.linspace(first, last, _GRID)  # mermaid knows no other spacing on a numeric axis
     for number, (name, points) in enumerate(drawn.items()):
-        heights = ", ".join(f"{value:.{decimals}f}" for value in _on_grid(points, first, last))
+        means = smoothed(points)
+        heights = ", ".join(f"{value:.{decimals}f}" for value in np.interp(grid, list(means), list(means.values())))
         legend = f'"{_plain(name)}" ' if name else ""
         statements.append(f"line {legend}[{heights}]")
         # Hidden before its own first point: mermaid draws every line over the whole axis. The margin of the other sides
@@ -79,27 +85,7 @@ def bars(title: str, heights: Mapping[str, float], *, x_label: str, y_label: str
 
 def _fenced(settings: Mapping[str, Any], *statements: str) -> str:
     directive = "%%{init: " + json.dumps({**_SETTINGS, **settings}) + "}%%"
-    return "\n".join(
-        ("```mermaid", directive, "xychart-beta", *(f"    {statement}" for statement in statements), "```")
-    )
-
-
-def _on_grid(points: Mapping[int, float], first: int, last: int) -> list[float]:
-    """Values at _GRID evenly spaced steps: mermaid knows no other spacing on a numeric axis.
-
-    Where points are dense, each position takes the mean of those around it; where they are sparse, the straight line
-    between its neighbours. The ends are the first and the last point themselves, and go on level to the axis' ends.
-    """
-    import numpy as np
-
-    steps, values = np.array(list(points), float), np.array(list(points.values()), float)
-    level = np.interp(np.linspace(first, last, _GRID), steps, values)
-    places = np.rint((steps - first) / (last - first) * (_GRID - 1)).astype(int)
-    counts, sums = np.bincount(places, minlength=_GRID), np.bincount(places, values, _GRID)
-    dense = counts > 0
-    dense[[0, -1]] = False
-    level[dense] = sums[dense] / counts[dense]
-    return [float(value) for value in level]
+    return "\n    ".join([f"```mermaid\n{directive}\nxychart-beta", *statements]) + "\n```"
 
 
 def _plain(text: str) -> str:
