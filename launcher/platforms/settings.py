@@ -146,7 +146,7 @@ class PlatformSettings(Settings):
 
     def for_one_process(self) -> Self:
         """Return the settings for a job of one process, which has a whole machine."""
-        return self._changed(nodes=1, processes=1, network_test=0, slice_nodes=None)
+        return self._changed(nodes=1, processes=1, network_test=0)
 
     def _changed(self, **changes: Any) -> Self:
         fields = type(self).model_fields
