@@ -57,13 +57,12 @@ VARIANTS: dict[str, tuple[str, Options]] = {
         "reservation": "mine", "flex_start": True, "flex_start_duration": "60m", "service_account": "trainer",
     }),
     "fuse-on-host": ("plain", {"stage": "fuse", "service_account": "trainer", "host_network": True}),
-    "tcpx-in-pod": ("tcpx", {"network_install": "pod", "network_registry": "mirror.example", "disable_pmtu": True}),
+    "tcpx-mirrored": ("tcpx", {"network_registry": "mirror.example", "disable_pmtu": True}),
     "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "overrides": {"NCCL_DEBUG": "WARN"}}),
-    "tcpxo-in-pod-on-host": ("tcpxo", {"network_install": "pod", "host_network": True}),
-    "gib-in-pod-on-host": ("gib", {"network_install": "pod", "host_network": True}),
+    "tcpxo-on-host": ("tcpxo", {"host_network": True}),
+    "gib-on-host": ("gib", {"host_network": True}),
     "gib-claims": ("gib", {"machine": "a4-highgpu-8g", "network_attach": "dra"}),
-    "gib-extra-nic": ("gib", {"machine": "a4-highgpu-8g", "extra_nic": True}),
-    "a4x-slices": ("a4x", {"network_attach": "dra", "queue": "research", "topology": "block", "slice_nodes": 2}),
+    "a4x-queued": ("a4x", {"network_attach": "dra", "queue": "research", "topology": "block"}),
     "roce-on-host": ("roce", {"roce_network": None, "roce_resource": "nvidia.com/hostdev=8", "host_network": True}),
 }  # fmt: skip
 
