@@ -6,6 +6,10 @@ A number may only fall, and the aim of each is 0 but where bench/size.py says ot
 from __future__ import annotations
 
 import ast
+import io
+import json
+import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,41 +19,31 @@ import pytest
 CHECKOUT = Path(__file__).parents[1]
 
 # A variable is a noun of its domain: none of these says what it holds.
-FORBIDDEN_NAMES = frozenset(
-    [
-        "one",
-        "other",
-        "told",
-        "said",
-        "asked",
-        "there",
-        "here",
-        "mine",
-        "theirs",
-        "ours",
-        "those",
-        "given",
-        "whole",
-        "left",
-        "words",
-        "gave",
-    ]
-)
+FORBIDDEN_NAMES = {"one", "other", "told", "said", "asked", "there", "here", "mine", "theirs", "ours", "those"}
+FORBIDDEN_NAMES |= {"given", "whole", "left", "words", "gave"}
 LONGEST_TEST_NAME = 60  # characters
 
-FORBIDDEN_VARIABLES = {
-    "cli": 26,
-    "deployments": 5,
-    "flows": 31,
-    "tasks": 18,
-    "launcher": 363,
-    "litgpt_demo": 259,
-    "bench": 25,
-    "tests": 909,
-}
 LAUNCHING_SIDE = ("cli", "deployments", "flows", "tasks", "launcher")
+SOURCE = (*LAUNCHING_SIDE, "litgpt_demo", "train_litgpt")
+FORBIDDEN_VARIABLES = dict.fromkeys((*SOURCE, "bench", "tests"), 0)
 WALRUSES, CONDITIONAL_EXPRESSIONS = 194, 667  # of the launching side
-LONG_TEST_NAMES, QUESTIONS_AS_TEST_NAMES = 536, 74
+LONG_TEST_NAMES, QUESTIONS_AS_TEST_NAMES = 0, 0
+
+# Phrases that have a plainer form, and it. The numbers of each file are in PHRASE_COUNTS; a file without one has none.
+PHRASES = {
+    r"\b(told|tells?|telling)\b": "prints, reports, shows; passes a value",
+    r"\b(asks?|asked|asking)\b": "requests, queries, checks; requires",
+    r"\b(goes|go|went|going) on\b": "continues",
+    r"(?<!there )(?<!There )\b(is|are|was|were) no\b(?! longer)": "is not a; or say what it is",
+    r"\b(nothing of|none of|nobody)\b": "say it positively",
+    r"\b(some|any)body\b": "you, another user, the administrator",
+    r"(?:(?<=[.!?] )|^)(What|Who)\b(?![^.]*\?)": "begin with a noun",
+    r"\balone\b": "only",
+    r"\bbeside\b": "next to, in parallel with, in addition to",
+    r"\b(anew|mends?|mended|so many|found done|takes? up|taken up)\b": "again, fix, N, already done, reattach",
+    r"\bof (ours|yours|mine)\b": "our, your",
+}
+PHRASE_COUNTS = CHECKOUT / "tests" / "phrases.json"
 
 
 @cache
@@ -91,6 +85,38 @@ def names_of_tests() -> list[str]:
     return [function.name for function in functions if function.name.startswith("test_")]
 
 
+def prose_of(path: Path) -> list[str]:
+    """The paragraphs of a page without its code, or the texts and comments of a Python file."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".md":
+        text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+        return [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    strings = [
+        " ".join(node.value.split())
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+    ]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return strings + [token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT]
+
+
+def phrases(path: Path) -> list[str]:
+    """The phrases of a file that have a plainer form, with that form."""
+    texts = prose_of(path)
+    return [
+        f"{found[0]!r} in {text[max(0, found.start() - 40) : found.end() + 40]!r}: {plainer}"
+        for pattern, plainer in PHRASES.items()
+        for text in texts
+        for found in re.finditer(pattern, text)
+    ]
+
+
+def files_with_prose() -> list[Path]:
+    """All pages, and the Python files of the source."""
+    pages = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md")]
+    return sorted([*pages, *(path for package in SOURCE for path in (CHECKOUT / package).rglob("*.py"))])
+
+
 @pytest.mark.parametrize("package", FORBIDDEN_VARIABLES)
 def test_variables_with_forbidden_names_get_fewer(package: str) -> None:
     found = forbidden_variables(package)
@@ -107,3 +133,24 @@ def test_test_names_get_plainer() -> None:
     names = names_of_tests()
     assert sum(len(name) > LONGEST_TEST_NAME for name in names) <= LONG_TEST_NAMES
     assert sum(name.startswith(("test_what_", "test_who_")) for name in names) <= QUESTIONS_AS_TEST_NAMES
+
+
+def test_pages_and_messages_get_plainer() -> None:
+    allowed = json.loads(PHRASE_COUNTS.read_text("utf-8"))
+    problems = []
+    for path in files_with_prose():
+        name, found = path.relative_to(CHECKOUT).as_posix(), phrases(path)
+        if len(found) > allowed.get(name, 0):
+            problems += [f"{name} may have {allowed.get(name, 0)}:", *found]
+    assert not problems, "\n".join(problems)
+
+
+def write_counts() -> None:
+    """Write the numbers of phrases as they are: `python tests/test_language.py`, after they fell."""
+    counts = {path.relative_to(CHECKOUT).as_posix(): len(phrases(path)) for path in files_with_prose()}
+    numbers = {name: count for name, count in counts.items() if count}
+    PHRASE_COUNTS.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    write_counts()
