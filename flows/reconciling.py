@@ -123,8 +123,9 @@ async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, 
         attempts = Attempts(index=index, run=run, open_platform=opener)
         live = await asyncio.to_thread(attempts.live)
         orchestrators = flow_runs[run, attempt]
-        states = await _states(client, orchestrators)
-        if live is not None and live.number == attempt and is_abandoned(orchestrators, states):
+        if live is None or live.number != attempt:
+            continue
+        if is_abandoned(orchestrators, await _states(client, orchestrators)):
             cancelled += await asyncio.to_thread(attempts.cancel)
     return cancelled
 

@@ -39,8 +39,8 @@ async def run_script(config: ScriptConfig) -> str:
     claim = claim_at(script)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
 
-    async def inputs() -> None:
-        if script.code is not None:
+    async def inputs(reattaches: bool) -> None:
+        if script.code is not None and not reattaches:
             await ship_code(opaque(script.code), config.root)
 
     _, identity = await prepare_job(claim, script, inputs)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable
 from contextlib import closing
 from contextvars import ContextVar
-from functools import partial
 
 from prefect import flow, get_run_logger
 
@@ -50,7 +49,14 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
     claim = claim_at(run)
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
-    inputs = partial(dataset.prepare_dataset, opaque(run.dataset), root=config.root, workers=config.dataset_workers)
+
+    async def inputs(_reattaches: bool) -> DatasetManifest:
+        planned = opaque(run.dataset)
+        prepared: DatasetManifest = await dataset.prepare_dataset(
+            planned, root=config.root, workers=config.dataset_workers
+        )
+        return prepared
+
     prepared, identity = await prepare_job(claim, run, inputs)
     page.dataset, page.identity = prepared, identity
     async with CheckpointScores(run) as scores:

@@ -297,9 +297,9 @@ class SweepSettings(Settings, title="Sweep"):
         for name, space in self.space.items():
             if isinstance(space, Choice):
                 continue
-            if space.low >= space.high:
+            if not space.low < space.high:  # nan is neither
                 raise ValueError(f"sweep.space.{name}: low={space.low} must be below high={space.high}")
-            if _is_log(space) and space.low <= 0:
+            if _is_log(space) and not space.low > 0:
                 raise ValueError(f"sweep.space.{name}: low={space.low} must be above 0 for a logarithm")
         duplicates = self.grid.keys() & self.space.keys()
         if duplicates:

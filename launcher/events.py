@@ -53,7 +53,7 @@ class StepProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDone:
-    """A step ended well. `reused` means that it was found done by its key."""
+    """A step ended well. `reused` means that its result existed already."""
 
     step: Step
     what: str

@@ -34,24 +34,24 @@ T = TypeVar("T")
 
 
 async def prepare_job(
-    claim: Claim, work: Run | Script, inputs: Callable[[], Coroutine[Any, Any, T]]
+    claim: Claim, work: Run | Script, inputs: Callable[[bool], Coroutine[Any, Any, T]]
 ) -> tuple[T, SoftwareIdentity]:
     """Do everything that comes before a job: the preflight, then inputs and image in parallel, then access.
 
-    A live job that the claim reattaches to has passed all of it. Its image is built only if no record names it, because
-    a new attempt would need it.
+    A live job that the claim reattaches to has passed all of it, which `inputs` is called with. Its image is built only
+    if no record names it, because a new attempt would need it.
     """
     live = await query_platform(claim, claim.attempts.live)
     reattaches = live is not None and claim.should_reattach(live)
     if reattaches:
         identity = await asyncio.to_thread(recorded_software, work)
         if identity is not None:
-            return await inputs(), identity
+            return await inputs(reattaches), identity
     else:
         if live is not None:
             claim.require_replaceable(live)
         await preflight(claim, work)
-    prepared, identity = await _in_parallel(inputs(), build_image(claim.config))
+    prepared, identity = await _in_parallel(inputs(reattaches), build_image(claim.config))
     if not reattaches:
         await get_credentials(claim.config)
     return prepared, identity
@@ -84,7 +84,7 @@ async def _in_parallel(
         return await asyncio.gather(preparing, building)
     except Exception:
         if not building.done():
-            _report_stopped("the dataset could not be prepared")
+            _report_stopped("the dataset or code could not be prepared")
         elif not preparing.done():
             _report_stopped("the image could not be built")
         raise

@@ -499,9 +499,10 @@ def resolve_name_conflicts(
 
 
 def recorded_software(work: Run | Script) -> SoftwareIdentity | None:
-    """Return the software of the newest attempt; None for a script whose image is not named by its config."""
+    """Return the software of the newest attempt; None if no record or config names it."""
     if isinstance(work, Run):
-        return TypeAdapter(SoftwareIdentity).validate_python(read_document(work.storage).software)
+        software = read_document(work.storage).software
+        return TypeAdapter(SoftwareIdentity).validate_python(software) if software else None
     image = known_image(work.config.image)
     return None if image is None else SoftwareIdentity(image=image, commit=None, dirty=False)
 

@@ -183,7 +183,9 @@ class FolderLease:
             # The next heartbeat tries again, also if somebody has deleted the root. A silent holder loses its lease.
             with suppress(TrainLitgptError, OSError):
                 self._folder.write(f"{term}.beat", str(count).encode())
-                if self._newest() > term:  # this process was suspended, and another one has the lease
+                # Another process has the lease after this one was suspended, or the folder was deleted and made again.
+                # A thread that was replaced while it was stuck must not drop the newer term of this process.
+                if self._newest() != term and self._term == term:
                     self._term = 0
                     return
             stop.wait(HEARTBEAT_INTERVAL)

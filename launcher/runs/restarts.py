@@ -99,7 +99,7 @@ class RestartPolicy:
             if rule.reset_on_progress:
                 ended += " without a new checkpoint"
             return Decision(
-                why=f"no new attempt is left after {fault}: {ended}, and restarts.{_setting(fault)} allows "
+                why=f"no new attempt is left after {fault}: {ended}, and restart_policy.{_setting(fault)} allows "
                 f"{rule.attempts} new ones; {_HELPS.get(fault, ADVICE[fault])}, or raise max_restarts"
             )
         if not spent:  # an attempt that costs no budget must not restart without a pause

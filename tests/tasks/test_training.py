@@ -142,7 +142,7 @@ def test_run_that_is_always_preempted_ends_after_its_restarts(tmp_path: Path) ->
     assert len(platform.began) == 3
     assert failure.value.fault is FailureClass.PREEMPTED
     assert len(notes(events, "waiting 0 s before attempt")) == 2
-    assert notes(events, "restarts.preempted allows 2 new ones")
+    assert notes(events, "restart_policy.preempted allows 2 new ones")
 
 
 def test_user_error_ends_the_run_and_its_diagnosis_is_stored(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The lease of a run: one of several orchestrators has it, and loses it by its silence alone."""
 
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -147,3 +148,28 @@ def test_look_that_outlives_its_orchestrator_takes_nothing(root: Storage) -> Non
     with Lease(Index(root), RUN) as second:
         assert second.take()
     assert not lease.take()
+
+
+def test_holder_notices_that_it_lost_the_lease(root: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was suspended, and another orchestrator took over; or the folder was deleted, and terms begin again."""
+    monkeypatch.setattr(lease_module, "HEARTBEAT_INTERVAL", 0.01)
+    folder = Path(root.local_path() or "") / INDEX / RUN / "lease"
+    with Lease(Index(root), RUN) as suspended:
+        assert suspended.take()
+        (folder / "2.json").write_bytes((folder / "1.json").read_bytes())
+        until(lambda: not suspended.is_held)
+    shutil.rmtree(folder)
+    with Lease(Index(root), RUN) as holder:
+        assert holder.take()
+        shutil.rmtree(folder)
+        until(lambda: not holder.is_held)
+
+
+def test_thread_of_an_earlier_term_drops_no_newer_term(root: Storage) -> None:
+    with Lease(Index(root), RUN) as lease:
+        assert lease.take()
+        lease.release()
+        assert lease.take()
+        stuck = Mock(is_set=Mock(side_effect=[False, True]))
+        lease._beat(1, stuck)
+        assert lease.is_held

@@ -1,5 +1,6 @@
 """How the next trial of a sweep is found, and which is ended early."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,7 @@ def test_pareto_front_has_the_unbeaten_trials() -> None:
         ({"space": SPACE, "sampler": "tpe"}, "set sweep.trials"),
         ({"grid": {"a": [1]}, "trials": 3}, "sweep.trials=3 needs a sampler"),
         ({"space": {"a": {"kind": "uniform", "low": 2, "high": 1}}, "sampler": "tpe", "trials": 1}, "below high=1"),
+        ({"space": {"a": {"kind": "uniform", "low": math.nan, "high": 1}}, "sampler": "tpe", "trials": 1}, "below"),
         ({"space": {"a": {"kind": "log-uniform", "low": 0, "high": 1}}, "sampler": "tpe", "trials": 1}, "above 0"),
         ({"grid": {"a": [1]}, "space": {"a": SPACE["train.betas"]}, "sampler": "tpe", "trials": 1}, "keep one"),
         ({"grid": {"a": [1]}, "prune": "asha", "objectives": ["cost"]}, "compares only validation losses"),
