@@ -282,7 +282,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "launcher/runs/test_runs.py::test_repeated_steps_and_pauses_count_once"),
     ("fsdp-over-a-slow-network", "launcher/checks/arithmetic.py", "if seconds <= products:",
      "if seconds >= products:",
-     "launcher/checks/test_arithmetic.py::test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_fast_enough_or_no_node_can"),
+     "launcher/checks/test_arithmetic.py::test_auto_strategy_follows_memory_before_network_speed"),
     ("accumulated-passes-send-nothing", "litgpt_demo/models/estimates.py", "return passes * (gathered + 4)",
      "return (gathered + 4)", "litgpt_demo/models/test_estimates.py::test_fsdp_alone_sends_for_each_accumulated_pass"),
     ("hybrid-over-the-nodes", "litgpt_demo/config.py", '"hybrid": processes}', '"hybrid": nodes}',
@@ -409,7 +409,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/training/test_starting.py::test_model_of_the_hub_is_fetched_at_the_start_as_pinned"),
     ("deployments-settings-win", "flows/parameters.py",
      'complete["overrides"] = {}', "pass",
-     "cli/test_cli.py::test_one_changed_setting_leaves_all_others_as_they_were_deployed"),
+     "cli/test_cli.py::test_changed_setting_keeps_all_other_deployed_settings"),
 )  # fmt: skip
 
 # Seconds that one test may take; a mistake that makes one hang is noticed too.

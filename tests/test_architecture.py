@@ -48,7 +48,9 @@ def require(rule: Callable[[str], list[tuple[int, str]]], advice: str) -> None:
     assert not [f"{path}:{line} {what}" for path in source() for line, what in rule(path)], advice
 
 
-def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect() -> None:
+def test_imports_go_downward() -> None:
+    """Only the launching side imports Prefect."""
+
     def upward(path: str) -> list[tuple[int, str]]:
         package = path.partition("/")[0]
         allowed = {*HOUSE[HOUSE.index(package) :], *(("prefect",) if package in KNOWS_PREFECT else ())}
@@ -59,7 +61,7 @@ def test_imports_go_downward_and_only_the_left_of_the_house_knows_prefect() -> N
     require(upward, "import from packages further down, by their full names")
 
 
-def test_neither_files_nor_packages_import_each_other_in_a_circle() -> None:
+def test_files_or_packages_never_import_each_other_in_a_circle() -> None:
     modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source()}
     # A module at the top, such as launcher.errors, counts for itself.
     packages = {name: name.rpartition(".")[0] if name.count(".") > 1 else name for name in modules}
@@ -102,7 +104,7 @@ def test_no_stored_pickle_is_executed() -> None:
     assert found == MAY_UNPICKLE.keys(), "use litgpt_demo.training.checkpoint_reader"
 
 
-def test_every_python_is_started_without_the_current_folder_on_its_path() -> None:
+def test_python_starts_without_the_current_folder_on_its_path() -> None:
     def started(path: str) -> list[tuple[int, str]]:
         nodes = [node for node in source()[path] if isinstance(node, ast.Attribute) and node.attr == "executable"]
         named = [(node.lineno, text) for node in nodes if (text := ast.unparse(node)) == "sys.executable"]
@@ -172,7 +174,7 @@ for package in sys.argv[1:]:
 """
 
 
-def test_the_launcher_brings_neither_torch_nor_a_cloud_nor_prefect_which_flows_bring() -> None:
+def test_launcher_imports_no_torch_no_cloud_no_prefect() -> None:
     """The command line imports it; a worker imports flows for every run, and a server for every deployment."""
 
     def names(*packages: str) -> str:

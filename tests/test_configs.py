@@ -49,7 +49,8 @@ def _cut_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_a_config_is_rendered_and_planned_without_a_network_and_what_is_unknown_is_named(path: Path, cli: Any) -> None:
+def test_config_is_planned_without_a_network(path: Path, cli: Any) -> None:
+    """Rendered too; unknown facts are named."""
     from cli.main import read_config
 
     config = read_config(path, [])
@@ -81,9 +82,7 @@ PLATFORMS = [get_args(settings.model_fields["kind"].annotation)[0] for settings 
 
 
 @pytest.mark.parametrize("kind", PLATFORMS)
-def test_a_config_to_begin_from_is_planned_as_it_stands_and_is_never_written_over(
-    kind: str, cli: Any, tmp_path: Path
-) -> None:
+def test_init_writes_a_valid_config_but_never_over_another(kind: str, cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     assert cli("init", kind, str(file)).code == 0
     done = cli("plan", str(file))
@@ -95,7 +94,7 @@ def test_a_config_to_begin_from_is_planned_as_it_stands_and_is_never_written_ove
 
 
 @pytest.mark.parametrize("kind", PLATFORMS)
-def test_the_local_training_is_the_same_run_wherever_a_profile_sends_it(kind: str, cli: Any) -> None:
+def test_training_is_the_same_run_on_every_platform_file(kind: str, cli: Any) -> None:
     from cli.main import read_config
     from launcher.checks.plan import previews
 

@@ -49,9 +49,7 @@ def test_a_port_is_told_to_make() -> None:
         assert "train-litgpt serve --port 4300" in would
 
 
-def test_each_command_of_ours_is_understood_and_its_config_stands(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_documented_command_is_valid_with_an_existing_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from typer.main import get_command
 
     from cli.main import app, console, read_config

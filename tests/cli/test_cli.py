@@ -187,9 +187,7 @@ def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPat
     assert cli("doctor", "--root", "poem.txt").code == USER
 
 
-def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_any_more(
-    cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_names_its_model_when_the_corpus_is_gone(cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
     monkeypatch.setattr("cli.main._run_in_foreground", lambda *_, **__: final)
     monkeypatch.setattr("cli.main.plan_to_start", lambda _: (workdir / "poem.txt").unlink(missing_ok=True))
@@ -200,9 +198,7 @@ def test_after_a_training_its_model_is_named_though_the_corpus_cannot_be_read_an
     assert json.loads(cli("run", "training.yaml", "--json").out)["model"] == model
 
 
-def test_where_nothing_was_started_verbs_say_so_and_are_no_success(
-    cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verbs_fail_when_nothing_was_started(cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.main.check_evaluation", lambda _: [])  # the harness may not be installed
     verbs = ("status", "cancel", "logs", "collect", "generate", "evaluate")
     for verb, *arguments in (*((verb, "training.yaml") for verb in verbs), ("evaluate", "@last", "--root", "out")):
@@ -285,7 +281,7 @@ def test_runs_are_listed_for_people_and_for_programs(cli: Cli, workdir: Path, ru
     assert cli("status", "training.yaml").code == 0
 
 
-def test_a_narrow_terminal_shows_a_runs_name_and_state_in_one_piece(
+def test_runs_keeps_name_and_state_whole_in_a_narrow_terminal(
     cli: Cli, workdir: Path, failed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_metrics(failed.parents[1])
@@ -296,7 +292,7 @@ def test_a_narrow_terminal_shows_a_runs_name_and_state_in_one_piece(
     assert squeezed(row) == f"{failed.parents[1].name} trained, not collected 2/8 5.5000"
 
 
-def test_collecting_shows_its_result_and_nothing_of_what_libraries_say(
+def test_collect_prints_only_its_result_not_that_of_libraries(
     cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export(*_: Any, **__: Any) -> dict[str, str]:
@@ -309,9 +305,8 @@ def test_collecting_shows_its_result_and_nothing_of_what_libraries_say(
     assert cli("collect", f"{workdir}/out/runs/copy") == Said(0, f"made\n✓ {workdir}/out/runs/copy/final\n", "")
 
 
-def test_logs_are_those_of_the_last_attempt_or_of_the_one_asked_for_with_metrics_in_words(
-    cli: Cli, running: Path
-) -> None:
+def test_logs_shows_the_last_or_the_chosen_attempt(cli: Cli, running: Path) -> None:
+    """Metrics rows are printed as text."""
     assert cli("logs", "training.yaml").out == "[node 0] [rank0]: once more\n"
     before = cli("logs", "training.yaml", "--attempt", "1").out
     assert before == "[node 0] [rank0]: hello\n[node 1] [rank1]: boom :x:\n"
@@ -338,9 +333,7 @@ def test_logs_are_followed_at_the_pace_of_the_platform(
     assert paces == [5.0]
 
 
-def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
-    cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logs_selects_a_node_a_rank_or_a_time(cli: Cli, failed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (failed / "node-0.log").write_text("checked\n[rank0]: hello\n[rank1]: hi\n")
     assert cli("logs", "training.yaml", "--node", "1").out == "[node 1] [rank1]: boom :x:\n"
     assert cli("logs", "training.yaml", "--rank", "1", "--follow").out.splitlines() == [
@@ -361,9 +354,9 @@ def test_logs_are_those_of_a_node_a_rank_or_a_time_where_its_lines_have_one(
         assert cli("logs", "training.yaml", "--since", since).out == "[node 0] new\n"
 
 
-def test_for_programs_every_answer_is_one_document_and_the_rest_is_on_standard_error(
-    cli: Cli, running: Path, dataset: tuple[DatasetManifest, Path]
-) -> None:
+def test_json_output_is_one_document(cli: Cli, running: Path, dataset: tuple[DatasetManifest, Path]) -> None:
+    """All else is on standard error."""
+
     def answer(*arguments: str, code: int = 0) -> Any:
         output = cli(*arguments, "--json")
         assert output.code == code, output
@@ -452,9 +445,8 @@ def test_unknown_state_is_reported_and_is_not_a_success(cli: Cli, workdir: Path,
     assert "unknown" in cli("runs", "out").out
 
 
-def test_a_sweep_is_one_thing_and_a_trial_that_nobody_can_read_keeps_no_other_from_being_cancelled(
-    cli: Cli, workdir: Path
-) -> None:
+def test_verbs_take_a_sweep_as_a_whole(cli: Cli, workdir: Path) -> None:
+    """A trial that cannot be read does not keep the others from being cancelled."""
     sweep = read_config(workdir / "sweep.yaml", [])
     claims = [claim_of(trial.config) for trial in trials(sweep)]
     for number, item in enumerate(claims):
@@ -517,7 +509,7 @@ def test_unreadable_prefect_settings_are_named_with_a_workaround(workdir: Path) 
     assert [f"fix {place}" in line for place, line in zip(places, lines, strict=True)] == [True, True]
 
 
-def test_one_changed_setting_leaves_all_others_as_they_were_deployed() -> None:
+def test_changed_setting_keeps_all_other_deployed_settings() -> None:
     """Prefect itself would replace the whole section; and a deployment's own overrides give way to one's own."""
     from flows.parameters import parameters_with
 

@@ -48,7 +48,8 @@ def shown(*events: Event, output: bool = False) -> list[str]:
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def test_a_training_of_any_length_leaves_ten_lines_at_most_also_where_it_is_repeated_after_a_restart() -> None:
+def test_training_of_any_length_prints_at_most_ten_lines() -> None:
+    """Also where steps are repeated after a restart."""
     done = StepDone(step=Step.DATASET, what="8,012 documents", reused=True)
     first, *lines = shown(done, *training(60)[:40], *training(60, first=21))
     assert first == "✓ 1/5 dataset      8,012 documents (already done)"
@@ -92,7 +93,8 @@ def test_a_script_has_three_steps_of_its_own() -> None:
     assert [line.split()[1:3] for line in lines] == [["1/3", "image"], ["2/3", "credentials"], ["3/3", "script"]]
 
 
-def test_notes_are_shown_as_they_are_and_what_jobs_print_only_when_asked_for() -> None:
+def test_output_of_jobs_is_shown_only_with_verbose() -> None:
+    """Notes are shown as they are."""
     odd = "[bold]/runs/[x]/" + "very-long-" * 20 + ":boom:"
     events: list[Event] = [Note(what=odd, severity="warning"), Output(line="[node 0] hello"), Note(what="bye")]
     assert shown(*events) == [f"  {odd}", "  bye"]
@@ -120,7 +122,8 @@ def test_a_terminal_shows_a_live_line_instead_of_tenths() -> None:
     assert "  step 2/20" not in file.getvalue()
 
 
-def test_two_steps_at_once_are_two_live_lines_and_one_goes_with_its_end() -> None:
+def test_live_line_of_a_step_ends_with_the_step() -> None:
+    """Two steps in parallel are two live lines."""
     file = io.StringIO()
     with Watch(Console(file=file, force_terminal=True, width=100, highlight=False, color_system=None)):
         report(StepStarted(step=Step.DATASET, what="files"))
@@ -134,7 +137,8 @@ def test_two_steps_at_once_are_two_live_lines_and_one_goes_with_its_end() -> Non
     assert "2/5 image" not in after
 
 
-def test_lines_of_trials_begin_with_what_they_vary_and_what_they_share_is_told_once() -> None:
+def test_lines_of_a_trial_begin_with_its_settings() -> None:
+    """Lines that trials share are printed once."""
     shared: list[Event] = [StepDone(step=Step.DATASET, what="8 documents"), StepDone(step=Step.IMAGE, what="this one")]
 
     def trial(name: str, *events: Event) -> None:
@@ -191,7 +195,7 @@ def test_no_color_is_printed_if_the_user_disables_it(monkeypatch: pytest.MonkeyP
     assert "red" in shown
 
 
-def test_nothing_that_a_node_writes_steers_the_terminal_that_shows_it() -> None:
+def test_output_of_a_node_never_controls_the_terminal() -> None:
     shown = told_of_evil(force_terminal=True)
     # Colours are harmless; the live line is drawn by hiding and moving the cursor, which is rich's own.
     rest = re.sub(r"\x1b\[(\?25[lh]|2K|1A|[0-9;]*m)", "", shown)

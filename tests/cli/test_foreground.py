@@ -38,7 +38,8 @@ def printed(*events: Any) -> str:
     return "\n".join(farewell(tracker, again="train-litgpt run tiny.yaml"))
 
 
-def test_each_job_that_goes_on_is_named_with_the_commands_that_take_it_up_and_cancel_it() -> None:
+def test_running_job_is_named_with_its_commands() -> None:
+    """The commands reattach to the job or cancel it."""
     another, training = (job(run="a-1"), job("ended", run="a-1")), StepStarted(step=Step.TRAINING)
     text = printed(FLOW, training, job("submitting"), job(), *another)
     assert "the job continues as tiny-1234 on local" in text
@@ -62,7 +63,8 @@ def test_farewell_without_a_job_names_none(events: tuple[Any, ...], text_part: s
     assert "the job goes on" not in text
 
 
-def test_one_command_cancels_all_trials_of_a_sweep_and_names_a_root_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_command_cancels_all_trials_of_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It names a root that is not the default."""
     monkeypatch.setattr(sys, "argv", [PROGRAM])
     trials = [job(run=run, sweep="a-9", root="gs://b/my runs") for run in ("a-1", "a-2")]
     item, another = cancel_commands([*trials, job()])
@@ -71,7 +73,7 @@ def test_one_command_cancels_all_trials_of_a_sweep_and_names_a_root_of_its_own(m
 
 
 @pytest.mark.prefect
-def test_flow_runs_that_their_user_left_pass_for_neither_running_nor_lost() -> None:
+def test_flow_run_that_its_user_left_is_not_running_or_lost() -> None:
     from prefect import flow, get_client
     from prefect.states import Completed, Running
 

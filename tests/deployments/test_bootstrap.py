@@ -39,7 +39,8 @@ def test_nothing_of_make_tells_prefects_makers_of_its_user() -> None:
 
 
 @pytest.mark.prefect
-def test_an_automation_of_before_is_brought_up_to_date_and_stays_off_where_its_user_put_it_off() -> None:
+def test_old_automation_is_updated_but_stays_disabled() -> None:
+    """Only an automation that its user has disabled stays so."""
     from prefect.client.orchestration import get_client
 
     automation: dict[str, Any] = yaml.safe_load(AUTOMATIONS_FILE.read_text())[0] | {"name": "zombies-of-a-test"}

@@ -90,7 +90,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, 
     return {found for found in map(called, requests) if found}
 
 
-def test_the_bucket_is_asked_for_what_the_file_names_and_for_nothing_else(recorded: set[tuple[str, str]]) -> None:
+def test_bucket_calls_are_those_of_the_iam_file(recorded: set[tuple[str, str]]) -> None:
     assert {method for method, _ in recorded} == methods("launcher", "any") == methods("trainer", "any")
 
 
@@ -146,7 +146,7 @@ def test_roles_are_of_existing_platforms_or_images() -> None:
     assert {part for principal in PRINCIPALS for part in IAM[principal]} <= kinds | {"any"}
 
 
-def test_the_trainer_may_neither_submit_nor_push_nor_act_as_anybody() -> None:
+def test_trainer_may_not_submit_push_or_impersonate() -> None:
     forbidden = re.compile(r"batch\.(jobs|tasks)|actAs|uploadArtifacts|container\.|setIamPolicy")
     allowed = [entry["permission"] for principal in ("trainer", "nodes") for entry in entries(principal)]
     assert [entry for entry in allowed if forbidden.search(entry)] == []

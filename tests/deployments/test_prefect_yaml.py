@@ -52,7 +52,7 @@ def parsed() -> dict[str, Deployment]:
     return {f"{deployment.flow.name}/{deployment.name}": deployment for deployment in found}
 
 
-def test_every_config_has_a_deployment_which_is_resumed_when_it_crashes() -> None:
+def test_every_config_has_a_deployment() -> None:
     """The automation that reaps answers the cancellation of whatever has the tag `litgpt`, and is not reaped itself."""
     tags = {name: set(deployment.tags) for name, deployment in parsed().items()}
     assert "litgpt" not in tags.pop("reap/reap-local")
@@ -65,7 +65,7 @@ NAMES = sorted(name for name, deployment in parsed().items() if deployment.build
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: str) -> None:
+def test_deployment_stores_a_config_that_the_server_accepts(name: str) -> None:
     """A setting that is added costs no line in the file, and one that is changed in the config is deployed so."""
     from prefect.utilities.callables import parameter_schema
     from prefect.utilities.schema_tools.validation import validate
@@ -100,7 +100,8 @@ def test_a_deployment_stores_its_whole_config_and_the_server_accepts_it(name: st
                 assert opened["properties"]["kind"]["const"] == value["kind"], opened["title"]
 
 
-def test_the_deployment_that_scores_asks_for_a_run_and_its_commands_are_ones_that_it_accepts() -> None:
+def test_evaluate_deployment_accepts_its_documented_commands() -> None:
+    """It needs a run."""
     from prefect.utilities.callables import parameter_schema
     from prefect.utilities.schema_tools.validation import validate
 
@@ -119,7 +120,8 @@ def test_the_deployment_that_scores_asks_for_a_run_and_its_commands_are_ones_tha
     validated(EvaluationConfig, overrides_of(query), where="it")
 
 
-def test_the_kubernetes_pools_template_is_one_that_prefect_accepts_and_names_what_is_in_the_checkout() -> None:
+def test_template_of_the_kubernetes_pool_is_valid() -> None:
+    """Prefect accepts it, and what it names is in the checkout."""
     from prefect.server.schemas.actions import WorkPoolCreate
 
     template = json.loads((CHECKOUT / "deployments" / "kubernetes-pool.json").read_text())

@@ -46,7 +46,8 @@ def test_each_setting_is_one_that_prefect_knows(arguments: dict[str, str]) -> No
     assert {name for name in arguments if name.startswith("PREFECT_")} <= redis | _get_valid_setting_names(Settings)
 
 
-def test_a_server_has_the_prefect_of_its_workers_and_every_service_but_the_timetables_one_says_how_it_is() -> None:
+def test_server_has_the_prefect_of_its_workers() -> None:
+    """Every service but that of the timetables has a health check."""
     services = COMPOSE["services"]
     assert COMPOSE["x-prefect"]["image"] == f"prefecthq/prefect:{version('prefect')}-python3.11"
     assert Path("deployments/Dockerfile").read_text().count(f"FROM {COMPOSE['x-prefect']['image']}") == 1

@@ -14,7 +14,8 @@ PI = runpy.run_path(str(SCRIPT), run_name="pi")
 
 
 @given(st.integers(1, 3000), st.integers(1, 64))
-def test_the_ranks_share_the_intervals_evenly_and_their_parts_add_up_to_the_whole(steps: int, ranks: int) -> None:
+def test_ranks_share_the_intervals_evenly(steps: int, ranks: int) -> None:
+    """Their parts add up to the whole."""
     shares = [PI["share"](steps, rank, ranks) for rank in range(ranks)]
     assert [interval for share in shares for interval in share] == list(range(steps))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

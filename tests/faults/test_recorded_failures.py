@@ -15,7 +15,7 @@ def test_class_and_culprit_are_right_but_for_the_class_of_one() -> None:
         assert max(score(judge, EVERY)[:2]) < ASKED
 
 
-def test_every_diagnosis_has_evidence_within_bounds_and_one_action() -> None:
+def test_diagnosis_has_bounded_evidence_with_one_action() -> None:
     for case in EVERY:
         diagnosis = judged(case)
         assert 0 < len(diagnosis.lines) <= 60, case.name

@@ -40,9 +40,8 @@ def problems(document: dict[Any, Any]) -> list[str]:
 
 
 @given(DOCUMENTS, st.lists(NAMES, min_size=1, max_size=4), VALUES, VALUES)
-def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
-    document: dict[str, Any], path: list[str], first: Any, last: Any
-) -> None:
+def test_last_override_of_a_setting_wins(document: dict[str, Any], path: list[str], first: Any, last: Any) -> None:
+    """Other sections stay."""
     name = ".".join(path)
     assert overridden(document, {}) == deep_merge(document, {}) == deep_merge(document, document) == document
     spoken = overridden(overridden(document, {name: first}), {name: last})
@@ -55,7 +54,8 @@ def test_the_last_word_on_a_setting_wins_and_sections_that_are_not_named_stay(
 HUB = {"data": {"corpus": {"kind": "hub", "name": "a/b", "revision": "v1"}, "split_seed": 7}}
 
 
-def test_another_kind_drops_what_belonged_to_the_old_one_and_the_same_kind_keeps_the_rest() -> None:
+def test_another_kind_drops_the_settings_of_the_old_kind() -> None:
+    """The same kind keeps them."""
     for files in (
         {"data.corpus.kind": "files", "data.corpus.paths": ["x.txt"]},
         {"data": {"corpus": {"kind": "files", "paths": ["x.txt"]}}},
@@ -84,7 +84,7 @@ def test_override_replaces_a_mapping_of_own_names(change: str, config: dict[str,
     assert overridden(base, overrides_of([change])) == expected
 
 
-def test_overrides_turn_a_config_with_a_corpus_into_one_of_a_mixture() -> None:
+def test_overrides_turn_a_corpus_into_a_mixture() -> None:
     changes = ["data.mixture=[{corpus: {kind: stdlib}, weight: 1}]", "data.tokenizer={kind: hub}"]
     with pytest.raises(ConfigProblem, match=r"make the corpus a source of the mixture, and data\.corpus=null"):
         validated(RunConfig, overridden(HUB, overrides_of(changes)), where="test")
@@ -102,7 +102,7 @@ def test_overrides_turn_a_config_with_a_corpus_into_one_of_a_mixture() -> None:
         ("train.max_time=8:00", "max_time", timedelta(hours=8)),
     ],
 )
-def test_values_are_read_as_yaml_and_numbers_as_people_write_them(assignment: str, name: str, value: Any) -> None:
+def test_values_are_yaml_with_numbers_as_people_write_them(assignment: str, name: str, value: Any) -> None:
     config = validated(RunConfig, overridden({}, overrides_of([assignment])), where="test")
     assert getattr(config.train, name) == value
 
@@ -137,7 +137,8 @@ def test_a_slip_of_indentation_is_told_in_the_words_of_settings(text: str, messa
     assert "unicode string" not in str(raised.value)
 
 
-def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may_be() -> None:
+def test_repeated_key_is_named_with_both_lines() -> None:
+    """A merged key may repeat another."""
     with pytest.raises(yaml.YAMLError, match="d is given in line 3 and again in line 4"):
         load_yaml("a: {b: 1}\nc:\n  d: 1\n  'd': 1\n")
     assert load_yaml("one: &one {seed: 1, steps: 2}\nmine: {<<: *one, seed: 4}\n")["mine"] == {"seed": 4, "steps": 2}
@@ -145,7 +146,8 @@ def test_a_key_that_is_given_twice_is_named_with_both_lines_and_a_merged_one_may
     assert document[0] is document, "a node that contains itself ends too"
 
 
-def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_over_both(tmp_path: Path) -> None:
+def test_platform_file_replaces_sections_of_the_config(tmp_path: Path) -> None:
+    """Overrides win over both."""
     config, profile = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
     config.write_text(
         "name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace_period: 5}\n"
@@ -163,7 +165,7 @@ def test_a_profiles_sections_take_the_place_of_the_configs_and_overrides_win_ove
             config_document(config, platform_file=profile)
 
 
-def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> None:
+def test_all_problems_are_reported_by_the_users_names() -> None:
     document = {
         "nme": "gpt",
         "data": {"corpus": {"kind": "files", "pths": ["a"]}, "tokenizer": {"kind": "trian"}},
@@ -203,9 +205,7 @@ def test_every_problem_is_reported_at_once_under_the_name_the_user_wrote() -> No
         ),
     ],
 )
-def test_a_message_says_what_was_given_why_it_cannot_be_and_what_would_do(
-    document: dict[Any, Any], expected: str
-) -> None:
+def test_message_has_the_value_the_reason_the_choices(document: dict[Any, Any], expected: str) -> None:
     (message,) = problems(document)
     assert expected in message
 

@@ -22,7 +22,8 @@ def steps(first: int, last: int, *, pace: float = 500.0) -> list[dict[str, Any]]
     return [{"kind": "step", "step": step, "loss": 9.0 - step / 10, "tokens": step * 1000, **speed} for step in numbers]
 
 
-def test_progress_shows_the_newest_step_and_evaluation_and_promises_no_end_too_early() -> None:
+def test_progress_shows_the_newest_step_with_evaluation() -> None:
+    """It shows no end before there is a pace."""
     assert (summary([]).step, summary([]).steps, summary([]).eta_seconds) == (0, None, None)
     assert summary([START, *steps(1, 1)]).eta_seconds is None
     evaluation = {"kind": "evaluation", "step": 1, "validation_loss": 4.9, "seconds": 1.0}
@@ -35,7 +36,8 @@ def test_progress_shows_the_newest_step_and_evaluation_and_promises_no_end_too_e
     assert summary([START, *steps(1, 100), {"kind": "end", "step": 100, "seconds": 4.0}]).eta_seconds == 0
 
 
-def test_time_left_counts_steps_at_the_recent_pace_with_evaluations_and_checkpoints() -> None:
+def test_time_left_includes_evaluations_plus_checkpoints() -> None:
+    """Steps count at the recent pace."""
     recent = summary([START, *steps(1, 10, pace=1.0), *steps(11, 20)])
     assert recent.eta_seconds == pytest.approx(80 * 2.0)
     evaluation = {"kind": "evaluation", "step": 10, "validation_loss": 3.0, "seconds": 15.0}
@@ -43,7 +45,8 @@ def test_time_left_counts_steps_at_the_recent_pace_with_evaluations_and_checkpoi
     assert summary([START, *steps(1, 10), evaluation, checkpoint]).eta_seconds == pytest.approx(90 * (2.0 + 20.0 / 10))
 
 
-def test_a_resumed_training_stands_where_it_resumed_with_the_pace_of_its_newest_attempt() -> None:
+def test_progress_of_a_resumed_run_has_the_newest_pace() -> None:
+    """It begins at the step of the checkpoint."""
     rows = [START, *steps(1, 60), {**START, "step": 50}]
     progress = summary(rows)
     assert (progress.step, progress.tokens, round(progress.loss or 0, 6)) == (50, 50_000, 4.0)
@@ -76,7 +79,7 @@ xychart-beta
 
 
 @given(CURVES, st.text(), st.text(), st.text(min_size=1))
-def test_any_curves_and_labels_give_a_chart_that_mermaid_accepts_or_none(
+def test_any_curves_give_a_valid_mermaid_chart_or_none(
     points: Mapping[int, float], title: str, y_label: str, name: str
 ) -> None:
     block = mermaid.lines(title, {name: points, "validation": {}}, y_label=y_label)

@@ -21,9 +21,10 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS, key=str))
-def test_an_error_ends_the_command_with_the_code_of_its_class_also_from_another_process(
+def test_error_exits_with_the_code_of_its_class(
     kind: type[TrainLitgptError], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also one that comes from another process."""
     error = kind("it broke", fix="mend it", fault=FailureClass.HANG if kind is JobFailed else None)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.fault) == (kind, "it broke; mend it", error.fault)
@@ -33,7 +34,7 @@ def test_an_error_ends_the_command_with_the_code_of_its_class_also_from_another_
     assert "it broke; mend it" in capsys.readouterr().err
 
 
-def test_every_class_has_an_exit_code_of_its_own_and_a_line_in_the_docs() -> None:
+def test_failure_class_has_an_own_exit_code_in_the_docs() -> None:
     assert len(set(EXIT_CODES.values())) == len(EXIT_CODES)
     table = dict(re.findall(r"^\| ([^|]+) \| (\d+)\b", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
     signals = {"closed terminal": signal.SIGHUP, "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}

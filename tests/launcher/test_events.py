@@ -5,7 +5,8 @@ import pytest
 from launcher.events import Event, Listener, Note, report
 
 
-def test_listeners_get_every_event_of_their_time_from_any_thread_and_one_that_fails_is_not_passed_over() -> None:
+def test_listeners_get_every_event_from_any_thread() -> None:
+    """An error of a listener is raised."""
     note = Note(what="100 % of it, {braces} and %s", severity="warning")
     first, second = list[Event](), list[Event]()
     report(note)

@@ -178,9 +178,7 @@ def test_a_prefect_server_that_repeats_the_request(echo: Echo, monkeypatch: pyte
     assert leaks("".join(echo.requests), SECRET)
 
 
-def test_neither_login_nor_token_follows_a_registry_that_sends_elsewhere(
-    image: str, echo: Echo, elsewhere: Echo
-) -> None:
+def test_no_credential_follows_a_registrys_redirect(image: str, echo: Echo, elsewhere: Echo) -> None:
     echo.moved_to = elsewhere.address
     error_of(lambda: resolve(image))
     assert elsewhere.requests == [], "the token service sends elsewhere"
@@ -198,9 +196,10 @@ def test_a_cluster_that_sends_elsewhere_is_not_followed(echo: Echo, elsewhere: E
 
 
 @pytest.mark.usefixtures("hub")
-def test_the_hubs_token_is_not_for_a_plain_address_though_it_begins_as_this_machines(
+def test_hub_token_is_never_sent_to_a_plain_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Even one that begins as this machine's."""
     with refusing_proxy() as proxy:
         for name, value in proxy.environment.items():
             monkeypatch.setenv(name, value)
@@ -219,7 +218,7 @@ def runai(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     return {"kind": "runai", "project": "team-a", "url": echo.address, "claims": [{"name": "a", "path": "/a"}]}
 
 
-def test_the_record_of_a_job_does_not_say_where_credentials_are_sent(
+def test_record_of_a_job_does_not_redirect_credentials(
     echo: Echo, runai: dict[str, object], cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever may write to the bucket can have its index name another control plane."""

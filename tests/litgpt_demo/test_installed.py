@@ -10,7 +10,8 @@ import litgpt_demo
 PROGRAM = Path(litgpt_demo.__file__).parent / "stacks" / "installed.py"
 
 
-def test_labels_that_are_not_true_are_named_with_what_is_there_and_those_of_other_things_are_left_alone() -> None:
+def test_false_labels_are_named_with_the_installed_version() -> None:
+    """Labels of other things are ignored."""
     labels = ["stack=default", f"glibc={platform.libc_ver()[1]}", "python=3.9", "torch=2.2.2", "architecture=riscv64"]
     done = subprocess.run([sys.executable, str(PROGRAM), *labels], capture_output=True, text=True, check=False)
     assert done.returncode != 0

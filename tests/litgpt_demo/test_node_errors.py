@@ -19,7 +19,8 @@ from litgpt_demo.errors import (
 )
 
 
-def test_every_class_comes_back_from_its_exit_code_and_another_code_is_the_machines_the_users_or_of_no_class() -> None:
+def test_exit_code_gives_its_class_back() -> None:
+    """Another code is the machine's, the user's or of no class."""
     assert [fault_of_exit_code(fault.exit_code) for fault in JOB_FAILURE_CLASSES] == list(JOB_FAILURE_CLASSES)
     assert [fault_of_exit_code(code) for code in (-signal.SIGSEGV, 2, 77)] == [
         FailureClass.NODE,
@@ -115,12 +116,12 @@ RANK = st.builds(
 
 
 @given(st.lists(RANK, min_size=1))
-def test_a_bystander_never_decides_while_another_failed_by_itself(ranks: list[RankFailure]) -> None:
+def test_bystander_never_decides_when_another_rank_failed(ranks: list[RankFailure]) -> None:
     cause = root_cause(ranks)
     assert cause.secondary == all(rank.secondary for rank in ranks)
 
 
-def test_an_exception_that_says_nothing_is_of_the_class_of_what_it_came_of() -> None:
+def test_unknown_exception_has_the_class_of_its_cause() -> None:
     chain = (
         "Traceback (most recent call last):",
         "OSError: [Errno 28] No space left on device",
@@ -143,7 +144,7 @@ def test_commands_refuse_packages_from_another_place(
     assert f"Python would load litgpt from {tmp_path}/litgpt.py, but litgpt 0.5" in capsys.readouterr().err
 
 
-def test_a_command_that_has_returned_is_gone_before_python_is_taken_down() -> None:
+def test_returned_command_exits_before_python_shuts_down() -> None:
     """Native threads that need Python would abort the process: `-v` tells what it removes at its end."""
     command = [sys.executable, "-v", "-m", "litgpt_demo", "-h"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from litgpt_demo.secrets import Grant, Mask, is_loopback, is_protected, origin_o
 
 
 @pytest.mark.parametrize("host", ["127.evil.example", "localhost.evil.example", "0.0.0.0", "127.1", "2130706433"])
-def test_a_name_that_only_begins_as_this_machines_is_another_machine(host: str) -> None:
+def test_name_that_begins_like_localhost_is_another_machine(host: str) -> None:
     assert not is_loopback(host)
     assert all(map(is_loopback, ("LocalHost", "127.8.9.1", "[::1]")))
     assert origin_of(f"https://me:s3cret@{host}:8443/a?token=b") == f"https://{host}:8443"
@@ -122,7 +122,7 @@ def test_a_log_that_was_cut_off_ends_with_no_part_of_a_secret(tmp_path: Path) ->
     assert (tmp_path / "masked").read_bytes() == b"downloading\nwith **********"
 
 
-def test_the_secrets_of_an_environment_are_what_its_names_call_so() -> None:
+def test_secrets_of_an_environment_follow_from_its_names() -> None:
     environ = {
         "HF_TOKEN": "hf_abcdefgh", "WANDB_API_KEY": "0123456789ab", "https_proxy": "http://me:p%40ssword@proxy:3128",
         "GOOGLE_APPLICATION_CREDENTIALS": "/var/run/key.json", "TOKENIZERS_PARALLELISM": "false", "USER": "somebody",
@@ -130,7 +130,8 @@ def test_the_secrets_of_an_environment_are_what_its_names_call_so() -> None:
     assert secrets_of(environ) == {"hf_abcdefgh", "0123456789ab", "p%40ssword", "p@ssword"}
 
 
-def test_a_grant_does_not_show_its_token_and_an_answer_without_one_is_none() -> None:
+def test_grant_hides_its_token() -> None:
+    """An answer without one is no grant."""
     grant = Grant.read(b'{"accessToken": "s3cret", "expiresIn": 60}')
     assert (grant.token.get_secret_value(), grant.expires) == ("s3cret", 60)
     assert "s3cret" not in repr(grant)

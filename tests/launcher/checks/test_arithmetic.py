@@ -33,7 +33,7 @@ def found(training: RunConfig) -> list[Finding]:
     return list(check_memory(training, vocab_size=None))
 
 
-def test_every_model_of_the_catalogue_is_answered_for_with_how_the_figures_come_about() -> None:
+def test_figures_of_every_catalogue_model_have_their_arithmetic() -> None:
     for name in catalogue.models():
         figures = figures_of(config({"name": name, "sequence_length": 128}, platform={"kind": "local"}))
         assert {"parameters", "FLOPs per token", "memory per process", "host memory of a save"} == set(figures), name
@@ -76,7 +76,7 @@ LONG = 131_072  # tokens, of which not even one sample fits without recomputatio
         ),
     ],
 )
-def test_the_fix_of_a_model_that_cannot_fit_is_the_change_that_fits_and_costs_least(
+def test_fix_of_a_large_model_is_the_cheapest_that_fits(
     model: str, train: dict[str, Any], processes: int, length: int, fix: str
 ) -> None:
     platform = {"kind": "local", "processes": processes}
@@ -99,7 +99,8 @@ def on_nodes(model: str, machine: str, network: str, nodes: int, **train: Any) -
     return config({"name": model, "sequence_length": 2048}, train=train, platform=platform)
 
 
-def test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_fast_enough_or_no_node_can() -> None:
+def test_auto_strategy_follows_memory_before_network_speed() -> None:
+    """A model that no process can copy is sharded within nodes, or across a network that is fast enough."""
     passes = {"micro_batch": 4, "global_batch": 64, "activation_checkpointing": "full"}
     llama = on_nodes("Llama-3-8B", "a3-megagpu-8g", "tcpxo", 2, **passes)
     # The gate's figure of a network like that of RCP: 122.3 Gbit/s between nodes.
@@ -129,7 +130,7 @@ def test_what_no_process_can_copy_is_sharded_within_nodes_unless_the_network_is_
     ("machine", "network", "nodes"), [("a3-megagpu-8g", "tcpxo", 64), ("a3-ultragpu-8g", "gib", 16)]
 )
 @pytest.mark.parametrize(("model", "parameters"), [("transformer-100b", 100.9e9), ("transformer-175b", 175.2e9)])
-def test_models_of_a_hundred_billion_parameters_fit_with_each_term_shown(
+def test_hundred_billion_parameters_fit_with_each_term_shown(
     model: str, parameters: float, machine: str, network: str, nodes: int
 ) -> None:
     full = {"activation_checkpointing": "full", "micro_batch": 1, "global_batch": 512}

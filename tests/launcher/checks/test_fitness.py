@@ -62,9 +62,10 @@ def test_the_stack_is_the_first_that_the_plugin_is_qualified_for(network: str, s
         (built(), "", {"gpu_driver": "550.90.07"}, "error", "image.driver"),
     ],
 )
-def test_a_stack_that_its_network_or_driver_does_not_take_is_told_and_refused_where_nodes_would_be_lost(
+def test_stack_is_refused_when_nodes_would_be_lost(
     image: Settings, network: str, options: Settings, severity: str, code: str
 ) -> None:
+    """A stack that only does not suit its network or driver is a warning."""
     finding = first(image, network, **options)
     assert (finding.severity, finding.code) == (severity, code)
 
@@ -74,7 +75,7 @@ def test_the_fix_names_the_stack_or_the_network_that_would_do() -> None:
     assert "network=plain" in first(built(), "tcpx", kind=RunConfig).fix, "no stack of ours is for it"
 
 
-def test_what_a_dockerfile_of_the_users_installs_is_judged_once_it_is_built() -> None:
+def test_image_of_a_dockerfile_is_checked_once_it_is_built() -> None:
     image = built(dockerfile="mine")
     assert first(image, "tcpxo").code == "image.unknown"
     with registry() as public:
@@ -113,7 +114,7 @@ def test_a_prebuilt_image_is_judged_by_its_labels(
     assert (found.severity, found.code) == (severity, code)
 
 
-def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: Running) -> None:
+def test_manifest_of_the_machines_architecture_is_checked(public: Running) -> None:
     reference = public.push_image("team/both", OLD.labels, architectures=("arm64", "amd64"))
     assert read_config(reference, architecture="arm64").architecture == "arm64"
     assert first(prebuilt(reference), "tcpx").severity == "info"
@@ -124,16 +125,14 @@ def test_of_an_image_for_several_processors_that_of_the_machine_counts(public: R
 
 
 @pytest.mark.parametrize("how", [{"first": ["429"] * 9}, {"first": ["cut"] * 9}, {"account": "ada:secret"}])
-def test_what_this_machine_could_not_see_is_not_known(how: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_is_unknown_when_it_cannot_be_read(how: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("launcher.images.oci._PAUSES", (0.0,))
     with registry(**how) as away:
         finding = first(prebuilt(f"{away.host}/team/train:1"), "tcpx")
     assert (finding.severity, finding.code) == ("unknown", "image.unread")
 
 
-def test_a_login_reaches_the_registry_and_not_the_storage_that_it_sends_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_login_reaches_the_registry_but_not_its_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     auth = {"auth": base64.b64encode(b"ada:secret").decode()}
     with registry(account="ada:secret", storage="signed") as private, registry(storage="asks") as leading:
@@ -145,7 +144,7 @@ def test_a_login_reaches_the_registry_and_not_the_storage_that_it_sends_to(
         assert "/token" not in " ".join(leading.requests), "nobody asked its storage for a token"
 
 
-def test_a_config_that_is_not_what_its_digest_says_or_of_any_size_is_not_read(public: Running) -> None:
+def test_image_config_is_refused_by_its_digest_or_size(public: Running) -> None:
     with registry(swapped=True) as lying:
         for host, story in ((lying, "short"), (public, "x" * MOST_BYTES)):
             with pytest.raises(ImageProblem, match="do not use this registry"):
@@ -160,7 +159,7 @@ def test_a_config_that_is_not_what_its_digest_says_or_of_any_size_is_not_read(pu
         {"manifests": [{"digest": f"sha256:{'0' * 64}", "platform": {"architecture": "\x1b]0;pwned\x07"}}]},
     ],
 )
-def test_a_manifest_that_is_none_is_refused_and_steers_no_terminal(manifest: Settings, public: Running) -> None:
+def test_malformed_manifest_is_refused_as_harmless_text(manifest: Settings, public: Running) -> None:
     public.put("team/odd", "1", {"mediaType": OCI_MANIFEST, **manifest})
     with pytest.raises(ImageProblem, match=r"names no config|push the image anew") as refused:
         read_config(f"{public.host}/team/odd:1")

@@ -63,7 +63,7 @@ def test_a_plan_says_how_much_of_a_corpus_is_read(tiny: Tiny, tmp_path: Path) ->
         assert planned.startswith(f"prepare {read} by ")
 
 
-def test_a_new_run_would_do_everything_and_planning_writes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+def test_plan_of_a_new_run_has_every_stage_without_writing(tiny: Tiny, tmp_path: Path) -> None:
     planned = plan_of(tiny())
     run = plan_run(tiny())
     assert [(row["step"], row["would"].partition(",")[0], row["where"]) for row in planned.steps] == [
@@ -87,7 +87,7 @@ def test_a_plan_says_the_peak_of_scratch_disk_of_a_remote_corpus(tiny: Tiny, mon
     assert would(config)["dataset"].endswith(f"{scratch}, and 24.0 GB while half of that disk is free")
 
 
-def test_a_plan_tells_one_duration_by_the_peak_of_the_trainings_precision(tiny: Tiny) -> None:
+def test_plan_has_one_duration_by_the_precisions_peak(tiny: Tiny) -> None:
     gke = {"kind": "gke", "machine": "a2-highgpu-8g"}
     steps, a100 = 10**8, {"32-true": 19.5, "bf16-mixed": 312}
     for precision, peak in a100.items():
@@ -99,7 +99,7 @@ def test_a_plan_tells_one_duration_by_the_peak_of_the_trainings_precision(tiny: 
         assert f"about {duration} at 35% of peak" in would(config)["training"]
 
 
-def test_a_dataset_that_is_there_is_found_and_one_that_lost_a_file_is_none(tiny: Tiny) -> None:
+def test_plan_finds_only_a_complete_dataset(tiny: Tiny) -> None:
     config = tiny({"train.max_steps": None})
     assert would(config)["training"] == "train one pass over the data"
     run = plan_run(config)
@@ -111,7 +111,7 @@ def test_a_dataset_that_is_there_is_found_and_one_that_lost_a_file_is_none(tiny:
         plan_of(config)
 
 
-def test_a_training_goes_on_where_it_stopped_until_its_model_is_collected(tiny: Tiny) -> None:
+def test_plan_continues_a_run_until_its_model_is_collected(tiny: Tiny) -> None:
     config = tiny()
     commit_checkpoint(config, 4)
     assert would(config)["training"] == "continue from step 4 of 8 steps"
@@ -130,7 +130,8 @@ def test_a_training_goes_on_where_it_stopped_until_its_model_is_collected(tiny: 
     assert would(tiny({"train.learning_rate": 0.5}))["training"] == "train 8 steps"
 
 
-def test_progress_is_a_line_once_there_are_metrics_and_what_no_checkpoint_holds_is_lost(tmp_path: Path) -> None:
+def test_progress_is_a_line_once_there_are_metrics(tmp_path: Path) -> None:
+    """Steps that no checkpoint holds are lost."""
     run = open_storage(str(tmp_path))
     assert (progress_of(run, live=True), lost_steps(run)) == ("", "")
     rows: list[dict[str, Any]] = [{"kind": "start", "step": 0, "steps": 200, "tokens_per_step": 128}]
@@ -190,9 +191,10 @@ REFUSED_CORPORA = [
 ]
 
 
-def test_a_config_that_cannot_work_is_refused_by_its_plan_in_words_and_by_class(
+def test_plan_refuses_impossible_configs_by_class(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Tiny, cli: Cli
 ) -> None:
+    """Its output says why."""
     training = yaml.safe_dump(tiny().model_dump(mode="json"))
     script = "{name: pi, script: pi.py}"
     cut = '{"text": "whole"}\n{"text": "cut\n'
@@ -220,7 +222,7 @@ def test_a_config_that_cannot_work_is_refused_by_its_plan_in_words_and_by_class(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_run_whose_corpus_cannot_be_asked_for_is_shown_and_never_started(
+def test_run_with_an_unreachable_corpus_is_shown_not_started(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # the discard port, where nobody listens

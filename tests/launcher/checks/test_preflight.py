@@ -30,9 +30,11 @@ def test_access_is_proved_by_a_write_that_leaves_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", [DiskFull, NetworkError, Unreachable])
-def test_a_root_that_is_full_or_silent_keeps_its_class_and_is_no_login(
+def test_full_or_silent_root_is_no_login_problem(
     kind: type[TrainLitgptError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It keeps its failure class."""
+
     def fail(*_: Any) -> None:
         raise kind("it is so")
 
@@ -41,7 +43,7 @@ def test_a_root_that_is_full_or_silent_keeps_its_class_and_is_no_login(
         check_access(RunConfig(root=str(tmp_path)))
 
 
-def test_a_plan_executes_nothing_that_the_scheduler_of_somebodys_config_answers(tmp_path: Path) -> None:
+def test_plan_executes_nothing_that_a_scheduler_answers(tmp_path: Path) -> None:
     with evil_scheduler(tmp_path / "ran") as address:
         assert check_workers(DaskWorkers(kind="dask", scheduler=address)) == []
     assert not (tmp_path / "ran").exists()
@@ -125,7 +127,8 @@ def test_plan_refuses_experts_or_rows_without_products(
     assert (code in found) == (code is not None)
 
 
-def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is() -> None:
+def test_changed_named_model_is_shown_with_its_changes() -> None:
+    """The fix is the setting that takes it unchanged."""
     job = Job(name="gpt-1", attempt=1, nodes=1, processes=1, program=("x.py",), directory="runs/gpt-1/attempts/1")
     model = {"name": "pythia-14m", "config": {"n_layer": 4, "n_embd": 128, "padded_vocab_size": 512}}
     found = check_training(validated(RunConfig, {"model": model}, where="test"), job, vocab_size=300)
@@ -135,7 +138,8 @@ def test_a_named_model_that_is_made_another_is_named_with_what_takes_it_as_it_is
         validated(RunConfig, {"model": {"name": "Llama-3.2-1B", "config": {"n_embd": 192, "n_head": 6}}}, where="test")
 
 
-def test_only_what_says_nothing_about_the_config_is_unknown_which_refuses_a_run_all_the_same() -> None:
+def test_failed_check_is_unknown_which_refuses_a_run() -> None:
+    """A failure that is about the config is an error."""
     for error in (NoCredentials("none"), PlatformUnreachable("no answer"), NetworkError("no bucket")):
         finding = finding_of(error, "some.code")
         assert finding.severity == "unknown"
@@ -153,7 +157,7 @@ def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
     assert (quoted.what, quoted.fix) == ("it says: a; b", "")
 
 
-def test_a_corpus_that_is_all_that_is_wrong_ends_a_run_as_its_preparation_would() -> None:
+def test_refused_corpus_alone_raises_the_error_of_preparation() -> None:
     data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong", "fix it")
     assert data.fault is FailureClass.DATA
     with pytest.raises(DataError, match="holds no text"):

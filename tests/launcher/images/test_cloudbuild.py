@@ -79,9 +79,8 @@ def test_an_image_is_built_elsewhere_pinned_and_not_built_again(cloud: CloudBuil
 
 
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_build_on_its_way_is_followed_and_one_that_was_started_beside_it_is_cancelled(
-    cloud: CloudBuild, image: CloudBuildImage, behind: int
-) -> None:
+def test_running_build_is_followed_not_doubled(cloud: CloudBuild, image: CloudBuildImage, behind: int) -> None:
+    """A build that was started in parallel is cancelled."""
     first = build_on_its_way(cloud, image)
     cloud.behind = behind
     assert prepared(image) == f"{image.repository}@{cloud.builds[first].results.images[0].digest}"
@@ -90,9 +89,7 @@ def test_a_build_on_its_way_is_followed_and_one_that_was_started_beside_it_is_ca
 
 
 @pytest.mark.parametrize("started", [True, False])
-def test_a_step_that_is_cancelled_cancels_its_own_build_and_no_colleagues(
-    cloud: CloudBuild, image: CloudBuildImage, started: bool
-) -> None:
+def test_cancelled_step_cancels_only_its_own_build(cloud: CloudBuild, image: CloudBuildImage, started: bool) -> None:
     cloud.held = True
     if not started:
         build_on_its_way(cloud, image)
@@ -116,7 +113,7 @@ def test_a_step_that_is_cancelled_cancels_its_own_build_and_no_colleagues(
         (Status.CANCELLED, JobCancelled, "somebody cancelled build"),
     ],
 )
-def test_a_build_that_fails_is_told_with_its_last_lines_and_a_fix(
+def test_failed_build_is_reported_with_last_lines_plus_fix(
     cloud: CloudBuild, image: CloudBuildImage, ends: Any, error: type[Exception], fix: str
 ) -> None:
     cloud.ends, cloud.lines = ends, [f"line {number}" for number in range(40)]

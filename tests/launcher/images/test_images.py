@@ -65,9 +65,8 @@ def public() -> Iterator[Running]:
         (f"[::1]:5000/a/b:1@{DIGEST}", ("[::1]:5000", "a/b", "1", DIGEST)),
     ],
 )
-def test_a_reference_is_taken_apart_and_one_that_may_change_overnight_is_no_prebuilt_image(
-    text: str, parts: tuple[str | None, ...]
-) -> None:
+def test_mutable_reference_is_no_prebuilt_image(text: str, parts: tuple[str | None, ...]) -> None:
+    """A reference is parsed into its parts."""
     reference = ImageReference.parse(text)
     assert str(reference) == text
     assert (reference.host, reference.path, reference.tag, reference.digest) == parts
@@ -76,7 +75,7 @@ def test_a_reference_is_taken_apart_and_one_that_may_change_overnight_is_no_preb
             PrebuiltImage(kind="prebuilt", reference=text)
 
 
-def test_a_registry_that_answers_with_another_image_than_the_pinned_one_is_not_believed() -> None:
+def test_registry_that_returns_another_image_is_refused() -> None:
     with registry(swapped=True) as running:
         first, wanted = running.push("team/train", "old"), running.push("team/train", "new")
         assert resolve(f"{running.host}/team/train:old").endswith(first)
@@ -99,9 +98,7 @@ def test_a_private_registry_takes_the_login_that_docker_stored(stored: dict[str,
 
 
 @each_login
-def test_no_password_is_sent_to_a_token_service_that_is_elsewhere_and_not_encrypted(
-    stored: dict[str, str], docker_config: Path
-) -> None:
+def test_password_is_never_sent_to_a_foreign_plain_service(stored: dict[str, str], docker_config: Path) -> None:
     """0.0.0.0 leads to this machine, and is no name of it."""
     with registry(account="ada:pass:word", token_host="0.0.0.0") as running:
         running.push("team/train", "1")
@@ -166,7 +163,7 @@ def docker_image(context: Path, **changes: object) -> DockerImage:
     return DockerImage.model_validate(pattern | changes)
 
 
-def test_the_key_of_an_image_follows_from_what_it_would_hold_and_nothing_else(tmp_path: Path) -> None:
+def test_key_of_an_image_depends_only_on_its_contents(tmp_path: Path) -> None:
     context, same = (write_files(tmp_path / name, {"run": b"x", "c/e f": b"y"}) for name in ("context", "same"))
     write_files(same, {".dockerignore": b"*.log\ntmp\n", "x.log": b"noise", "tmp/y": b"noise"})
     os.utime(same / "run", (1, 1))
@@ -215,7 +212,7 @@ def members(context: Context) -> list[tarfile.TarInfo]:
         return list(tar)
 
 
-def test_an_image_that_the_registry_has_under_its_key_is_not_built_again(
+def test_image_in_the_registry_is_not_built_again(
     public: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = docker_image(write_files(tmp_path / "context", {"a": b"x"}), repository=f"{public.host}/team/built")
@@ -227,9 +224,7 @@ def test_an_image_that_the_registry_has_under_its_key_is_not_built_again(
     assert (found.image, found.packages) == (f"{public.host}/team/built@{digest}", {})
 
 
-def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_push_is_retried_but_not_a_refused_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docker_image(write_files(tmp_path / "context", {"a": b"x"}))
     context = Context(tmp_path / "context", tmp_path / "Dockerfile")
     build = Build(tag="127.0.0.1:5000/team/train:0123", context=context, platform="linux/amd64")
@@ -247,9 +242,7 @@ def test_a_push_that_is_cut_is_tried_again_and_one_that_is_refused_is_not(
         assert type(caught.value) is error
 
 
-def test_an_engine_that_will_not_go_is_gone_after_the_step_is_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_is_killed_when_the_step_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(docker, "_GRACE", 0.2)
     program(tmp_path, "docker", f"trap '' TERM\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done", monkeypatch)
 
@@ -263,9 +256,7 @@ def test_an_engine_that_will_not_go_is_gone_after_the_step_is_cancelled(
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_code_is_known_by_its_commit_and_whether_it_was_changed_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_identified_by_commit_plus_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*arguments: str) -> str:
         author = ["-c", "user.name=Ada", "-c", "user.email=ada@example.com", "-c", "commit.gpgsign=false"]
         return subprocess.check_output(["git", *author, *arguments], cwd=tmp_path, text=True).strip()
@@ -335,7 +326,7 @@ def test_whatever_the_nodes_import_is_in_their_image() -> None:
 
 
 @each_stack
-def test_the_lock_has_the_versions_of_the_constraints_and_of_its_stack(stack: Stack) -> None:
+def test_lock_has_the_versions_of_constraints_plus_stack(stack: Stack) -> None:
     pins = constraints(stack, requirements((CHECKOUT / "constraints.txt").read_text()))
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in pins)}
     versions = {name: str(entry.specifier).removeprefix("==") for name, entry in locked(stack).items()}
@@ -345,7 +336,8 @@ def test_the_lock_has_the_versions_of_the_constraints_and_of_its_stack(stack: St
     assert versions["cuda-toolkit"].startswith(f"{stack.cuda}."), "the CUDA that torch's wheel asks for"
 
 
-def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_is_kept(tmp_path: Path) -> None:
+def test_pips_configuration_reaches_only_the_package_build(tmp_path: Path) -> None:
+    """Nothing that is kept has it."""
     file = tmp_path / "pip.conf"
     file.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
     configured = OWN.model_copy(update={"pip_config": str(file)})
@@ -358,7 +350,8 @@ def test_pips_configuration_reaches_the_build_of_the_packages_and_nothing_that_i
 
 
 @each_stack
-def test_the_bill_of_an_image_is_valid_and_names_it_and_the_packages_of_its_stack(stack: Stack) -> None:
+def test_sbom_of_an_image_is_valid(stack: Stack) -> None:
+    """It names the image and the packages of its stack."""
     from cyclonedx.schema import SchemaVersion
     from cyclonedx.validation.json import JsonStrictValidator
 

@@ -90,7 +90,7 @@ def test_node_takes_an_editable_installation(tmp_path: Path, monkeypatch: pytest
     assert [finding.code for finding in check_packages({})] == ["python.packages"]
 
 
-def test_ranks_are_kept_to_the_cores_that_the_network_leaves_them() -> None:
+def test_ranks_are_pinned_to_cores_that_the_network_leaves() -> None:
     assert cores_of("0-2,8,10-11") == {0, 1, 2, 8, 10, 11}
     program = """
 import os
@@ -140,7 +140,7 @@ def test_an_nccl_that_fails_or_is_unknown_is_refused(
     assert (found.severity, found.fault, found.code) == (severity, FailureClass.USER, code)
 
 
-def test_a_plugin_that_is_not_there_and_another_one_that_comes_first_are_named(tmp_path: Path) -> None:
+def test_missing_or_shadowed_plugin_is_named(tmp_path: Path) -> None:
     plugin, another = tmp_path / "plugin", tmp_path / "hpcx"
     for folder in (plugin, another):
         folder.mkdir()

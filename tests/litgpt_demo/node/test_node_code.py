@@ -71,7 +71,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_a_hostile_archive_is_a_data_error_and_leaves_nothing_outside(tmp_path: Path, content: bytes) -> None:
+def test_hostile_archive_is_a_data_error_that_writes_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "secret").write_text("mine")
     with pytest.raises(DataError), unpacked_code(shipped(tmp_path / "root", content), tmp_path / "code"):
         pass
@@ -79,7 +79,8 @@ def test_a_hostile_archive_is_a_data_error_and_leaves_nothing_outside(tmp_path: 
     assert not any(path.is_symlink() for path in (tmp_path / "code").rglob("*"))
 
 
-def test_unpacked_code_is_its_owners_alone_and_goes_and_what_the_program_wrote_beside_it_stays(tmp_path: Path) -> None:
+def test_unpacked_code_is_private_until_it_is_removed(tmp_path: Path) -> None:
+    """Files that the program wrote next to it stay."""
     content = archive(member("lib/tool", b"#!/bin/sh", mode=0o755), member("table.csv", b"a,b\n"))
     with unpacked_code(shipped(tmp_path / "root", content), tmp_path / "code"):
         assert os.access(tmp_path / "code" / "lib" / "tool", os.X_OK)
@@ -107,9 +108,7 @@ time.sleep(600)
 """
 
 
-def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_failed(
-    tmp_path: Path, tiny_dataset: Path
-) -> None:
+def test_node_exits_with_the_class_of_its_failed_rank(tmp_path: Path, tiny_dataset: Path) -> None:
     """Modules of the user's that are called as two of Python's are meant for ranks; torchrun imports both itself."""
     content = archive(member("train.py", RANKS), member("random.py", b"WHOSE = 'mine'"), member("queue.py", b"1 / 0"))
     code = shipped(tmp_path / "root", content)
@@ -133,7 +132,7 @@ def test_a_node_brings_data_and_code_and_ends_with_the_class_of_the_rank_that_fa
     assert not (directory / "node-0" / "code").exists()
 
 
-def test_a_node_refuses_code_that_was_changed_and_ends_with_the_class_of_data(tmp_path: Path) -> None:
+def test_node_refuses_changed_code_as_a_data_error(tmp_path: Path) -> None:
     address = shipped(tmp_path / "root", archive(member("train.py", b"mine")))
     Path(address).write_bytes(archive(member("train.py", b"evil")))
     codes, _ = ended_nodes(tmp_path / "d", "train.py", flags=("--code", address))
@@ -159,7 +158,7 @@ def test_every_trouble_is_found_at_once(tmp_path: Path) -> None:
     assert found == {"node.rank", "node.processes", "node.program", "node.directory", "node.port"}
 
 
-def test_ranks_learn_their_threads_and_nothing_that_would_redirect_torchrun(tmp_path: Path) -> None:
+def test_ranks_get_threads_but_nothing_that_redirects_torchrun(tmp_path: Path) -> None:
     task = node(tmp_path, processes=4)
     env = exports(task, {"PET_NNODES": "7", "RANK": "3", "HOME": "/h"}, cores=10)
     assert env["OMP_NUM_THREADS"] == "2"
@@ -241,7 +240,8 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "d"
 
 
-def test_logs_and_error_files_outlive_the_machine_and_data_does_not(directory: Path, target: Storage) -> None:
+def test_logs_outlive_the_machine_but_data_does_not(directory: Path, target: Storage) -> None:
+    """So do error files."""
     with uploaded(directory, target.address(), 0, interval=0.01):
         until(lambda: target.exists("node-0.log"))
         (directory / "node-0.log").write_text("hello\nand more\n")

@@ -29,7 +29,7 @@ def script(tmp_path: Path) -> str:
     return str(tmp_path / "profile.sh")
 
 
-def test_variables_of_scripts_come_before_the_profiles_and_those_before_the_users(script: str) -> None:
+def test_user_variables_win_over_network_over_scripts(script: str) -> None:
     network = NodeNetwork(
         scripts=(script,),
         library_paths=("/usr/local/gib/lib64", "/plugin"),
@@ -107,7 +107,7 @@ def test_without_such_an_address_it_fails_and_shows_the_table(tmp_path: Path) ->
         assert all(word in str(error.value) for word in row)
 
 
-def test_nccl_is_given_all_cards_by_name_and_their_index_unless_the_user_gave_them(tmp_path: Path) -> None:
+def test_nccl_gets_all_cards_unless_the_user_chose(tmp_path: Path) -> None:
     card(tmp_path, "mlx5_1", USUAL)
     card(tmp_path, "mlx5_10", USUAL)
     assert rdma(NETWORK, {}, tmp_path) == {"NCCL_IB_HCA": "=mlx5_1:1,mlx5_10:1", "NCCL_IB_GID_INDEX": "9"}

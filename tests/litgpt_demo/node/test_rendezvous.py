@@ -77,9 +77,8 @@ def runai(rank: int, nodes: int, gpus: int | None) -> dict[str, str]:
 
 
 @given(nodes=st.integers(1, 64), gpus=st.integers(1, 16), data=st.data())
-def test_both_versions_mean_the_same_node_and_another_size_is_noticed(
-    nodes: int, gpus: int, data: st.DataObject
-) -> None:
+def test_both_versions_mean_the_same_node(nodes: int, gpus: int, data: st.DataObject) -> None:
+    """Another number of nodes is detected."""
     rank = data.draw(st.integers(0, nodes - 1))
     argv = TOLD.replace("nodes 4", f"nodes {nodes}").replace("processes 8", f"processes {gpus}")
     for environ in (runai(rank, nodes, None), runai(rank, nodes, gpus)):
@@ -99,7 +98,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"
 
 
 @given(argv=st.lists(TEXT, max_size=5), env=st.dictionaries(TEXT, TEXT, max_size=3))
-def test_whatever_is_packed_is_one_plain_word_and_comes_out_the_same(argv: list[str], env: dict[str, str]) -> None:
+def test_packed_value_is_one_plain_word_that_unpacks_the_same(argv: list[str], env: dict[str, str]) -> None:
     word = pack(argv, env)
     assert plain(word)
     assert shlex.split(word) == [word]

@@ -48,7 +48,7 @@ def test_a_ranks_error_file_and_its_exit_code_come_together(tmp_path: Path) -> N
     assert (peer.local_rank, peer.exit_code, peer.time, peer.secondary) == (0, -15, 6, True)
 
 
-def test_a_rank_without_error_file_is_read_from_what_it_printed_last(tmp_path: Path) -> None:
+def test_rank_without_error_file_is_read_from_its_output(tmp_path: Path) -> None:
     traceback = "Traceback (most recent call last):\n"
     outputs = [
         "UserWarning: connection refused, falling back\n",
@@ -89,7 +89,7 @@ def test_torchrun_prints_no_traceback_when_asked_to_leave(tmp_path: Path, monkey
     assert read_failures(tmp_path) == ([], "SignalException: Process 1 got signal: 15")
 
 
-def test_ranks_have_their_grace_under_a_torchrun_that_knows_of_none_and_their_peers_little(
+def test_ranks_have_their_grace_under_an_old_torchrun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As those of torch 2.2 and 2.11, which close with a default of 30 s whatever they were told."""
@@ -152,7 +152,7 @@ def test_log_has_a_line_completely_or_not_at_all(flags: tuple[str, ...], tmp_pat
     assert (tmp_path / "log").read_text().splitlines() == ["a whole line", "the next one"]
 
 
-def test_a_terminal_that_somebody_has_locked_keeps_no_node_waiting() -> None:
+def test_locked_terminal_never_blocks_a_node() -> None:
     reader, terminal = os.openpty()
     fcntl.lockf(terminal, fcntl.LOCK_EX)
     program = "from litgpt_demo.node import logs; logs.drop_lines_without_room(); print('hello')"
@@ -186,7 +186,7 @@ def test_kernel_lines_of_faults_are_picked_since_the_start() -> None:
     assert kernel_lines(log, since=time.time() - 60) == TELLING
 
 
-def test_of_a_rank_the_lines_of_torch_and_nccl_are_picked_and_no_secret(tmp_path: Path) -> None:
+def test_picked_lines_of_torch_or_nccl_have_no_secret(tmp_path: Path) -> None:
     expected = "[rank3]: [Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE)"
     noise = [f"step {number} loss 3.1" for number in range(1000)]
     secret = "what():  GET https://user:hunter2@example.com failed"

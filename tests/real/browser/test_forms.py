@@ -108,9 +108,10 @@ def test_a_form_starts_its_flow(
         until(lambda: client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
 
 
-def test_a_form_begins_with_overrides_and_refuses_a_wrong_value_at_its_field(
+def test_form_refuses_a_wrong_value_at_its_field(
     served: Any, client: SyncPrefectClient, browser_page: Page, tmp_path: Path
 ) -> None:
+    """It begins with the overrides."""
     page, [deployment] = (
         browser_page,
         [deployment for deployment in client.read_deployments() if deployment.name == "local"],

@@ -48,7 +48,7 @@ def running_place(place: Place) -> Place:
     return place
 
 
-def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: Place) -> None:
+def test_failed_program_ends_the_job_with_its_exit_code(place: Place) -> None:
     text = "import os, time\nif os.environ['RANK'] == '1':\n    raise SystemExit(41)\ntime.sleep(600)"
     with submitted(place, "fails", text) as job_id:
         until(lambda: not place.platform.status(job_id).state.is_live)
@@ -60,7 +60,7 @@ def test_a_failing_program_ends_the_job_with_the_exit_code_of_its_fault(place: P
 
 @pytest.mark.prefect
 @pytest.mark.parametrize("place", [batch_place, runai_place])
-def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_with_its_models(
+def test_training_continues_in_a_new_job_when_its_machine_goes(
     place: Callable[..., Any],
     tmp_path: Path,
     pushed_image: PrebuiltImage,
@@ -68,6 +68,8 @@ def test_a_training_whose_machine_is_taken_away_goes_on_in_a_new_job_and_ends_wi
     run_again: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """It ends with its models."""
+
     def lose_after_a_checkpoint() -> None:
         saved = '"kind":"checkpoint","step":20,'
         until(lambda: any(saved in path.read_text() for path in tmp_path.glob("runs/*/metrics.jsonl")))
@@ -110,7 +112,8 @@ time.sleep(1 if second_life else 600)
 """
 
 
-def test_a_preempted_training_comes_back_as_the_same_workload_and_its_logs_go_on(tmp_path: Path) -> None:
+def test_preempted_training_returns_as_the_same_workload(tmp_path: Path) -> None:
+    """Its logs continue."""
     (script := tmp_path / "program.py").write_text(LIVES)
     with (
         runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}, told_gpus=2) as cluster,

@@ -34,7 +34,7 @@ def test_another_user_cannot_swap_the_scratch_folder_of_a_rank(shared: Path) -> 
 
 
 @pytest.mark.parametrize("make", ['mkdir -m 777 "$1"', 'mkdir -m 700 "$1"', 'ln -s /etc "$1"'])
-def test_what_another_user_put_in_its_place_first_is_refused(shared: Path, make: str) -> None:
+def test_folder_that_another_user_made_first_is_refused(shared: Path, make: str) -> None:
     assert as_nobody(make, own_temporary())
     with pytest.raises(UserError, match="so that another user of this machine could change"):
         scratch_of(RUN, 0)

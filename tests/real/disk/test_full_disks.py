@@ -15,7 +15,7 @@ from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import list_complete
 
 
-def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
+def test_full_disk_that_is_emptied_costs_a_training_nothing(
     new_run: Callable[..., Path], small_disk: Path, tmp_path: Path
 ) -> None:
     often = {"checkpoint_every": 25, "evaluate_every": 200, "log_every": 1, "keep_last": 1, "keep_best": 0}
@@ -39,7 +39,7 @@ def test_a_disk_that_fills_up_and_is_emptied_costs_a_training_nothing(
     assert steps == list(range(1, 201))
 
 
-def test_a_node_whose_own_disk_is_full_says_so_by_its_exit_code_and_report(small_disk: Path) -> None:
+def test_node_with_a_full_disk_reports_it_by_exit_code(small_disk: Path) -> None:
     """Its log, its ranks' output and error files, and torchrun's findings have no room either."""
     script, attempt = small_disk / "script.py", small_disk / "attempt"
     script.write_text(

@@ -84,9 +84,8 @@ def image(tmp_path: Path, base: str, host: str) -> DockerImage:
     )
 
 
-def test_an_image_is_built_once_pushed_pinned_and_runs_with_what_dockerignore_left(
-    image: DockerImage, tmp_path: Path
-) -> None:
+def test_image_is_built_once_then_runs_pinned(image: DockerImage, tmp_path: Path) -> None:
+    """It has the files that .dockerignore leaves."""
     pinned = prepare_image(image, log=print).image
     assert resolve(f"{image.repository}:{builds_of(image)[-1].key}") == pinned
     assert docker("run", "--rm", pinned) == str(tmp_path)
@@ -113,9 +112,8 @@ def test_a_private_registry_takes_the_image_after_docker_login(
         assert prepare_image(private, log=print).image == resolve(f"{private.repository}:{builds_of(private)[-1].key}")
 
 
-def test_the_products_image_trains_as_an_ordinary_user_and_no_layer_holds_a_secret_of_its_builder(
-    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_image_trains_as_an_ordinary_user(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer holds a secret of its builder."""
     secrets = ["planted-in-the-environment", "planted-in-pip-conf"]
     monkeypatch.setenv("HF_TOKEN", secrets[0])
     (tmp_path / "pip.conf").write_text(f"[planted]\npassword = {secrets[1]}\n")

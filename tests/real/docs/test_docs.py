@@ -17,7 +17,7 @@ NOTEBOOK = CHECKOUT / "examples" / "notebook.ipynb"
 FETCHED = re.compile(r"<(?:link|script|img|iframe)\b[^>]*\b(?:href|src)=[\"']?(https?:[^\"'> ]+)")
 
 
-def test_the_site_is_built_without_a_warning_and_asks_nobody_else_for_anything(tmp_path: Path) -> None:
+def test_site_builds_without_warnings_or_foreign_requests(tmp_path: Path) -> None:
     venv = Path(sys.prefix)
     command = ["make", f"--old-file={venv}/.installed-docs", "docs", f"VENV={venv}", f"SITE={tmp_path}"]
     subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True, text=True)

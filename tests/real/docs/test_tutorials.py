@@ -22,9 +22,8 @@ CHECKOUT = Path(__file__).parents[3]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 
 
-def test_the_page_leads_from_bins_to_a_continued_model_with_scores_and_text(
-    tmp_path: Path, prefect_home: Callable[[], Path]
-) -> None:
+def test_tutorial_continues_a_model_on_token_files(tmp_path: Path, prefect_home: Callable[[], Path]) -> None:
+    """It ends with scores and text."""
     page, runs = (CHECKOUT / "docs" / "tutorials.md").read_text(encoding="utf-8"), tmp_path / "output" / "runs"
     environment = {**os.environ, "PREFECT_HOME": str(prefect_home()), "COLUMNS": "120"}
     outputs = dict[str, str]()

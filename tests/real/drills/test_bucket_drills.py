@@ -44,7 +44,7 @@ def refused(status: int) -> list[FailureClass]:
     ],
     ids=["503 for a minute", "streams are cut", "bytes are flipped"],
 )
-def test_what_the_bucket_spoils_is_asked_for_again(
+def test_spoiled_answers_of_a_bucket_are_requested_again(
     bucket: FaultyBucket, scene: Scene, faults: list[FailureClass], seconds: int
 ) -> None:
     command = scene.run()
@@ -58,9 +58,7 @@ def test_what_the_bucket_spoils_is_asked_for_again(
     scene.require_promises(attempts=(1, 2))
 
 
-def test_the_bucket_refuses_for_good_and_the_same_command_goes_on_when_it_may_again(
-    bucket: FaultyBucket, scene: Scene
-) -> None:
+def test_same_command_continues_once_the_bucket_allows_it(bucket: FaultyBucket, scene: Scene) -> None:
     command = scene.run()
     scene.until(step(16))
     bucket.arm(*refused(403))

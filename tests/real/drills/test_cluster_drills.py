@@ -54,7 +54,7 @@ def node_preempted(cluster: Cluster, scene: Scene) -> None:
         (node_preempted, "restarted by its platform|preempted", (1, 2)),
     ],
 )
-def test_what_befalls_a_cluster_costs_the_training_nothing(
+def test_faults_of_a_cluster_cost_the_training_nothing(
     cluster: Cluster, scene: Scene, befall: Any, pattern: str, attempts: tuple[int, ...]
 ) -> None:
     command = scene.run()

@@ -28,9 +28,8 @@ AGAIN = "attempt 1 ended: .*node fault"
     ],
     ids=["rank", "agent", "supervisor", "preemption"],
 )
-def test_a_process_of_the_job_dies_or_is_preempted_and_the_next_attempt_loses_no_step(
-    scene: Scene, marker: str, number: int, pattern: str
-) -> None:
+def test_next_attempt_loses_no_step_when_a_process_dies(scene: Scene, marker: str, number: int, pattern: str) -> None:
+    """Or is preempted."""
     command = scene.run()
     scene.until(step(20))
     scene.kill(marker, number)
@@ -64,9 +63,7 @@ def test_a_spoilt_checkpoint_is_passed_over(scene: Scene) -> None:
 
 
 @needs_another_user  # root, who may mount
-def test_a_disk_that_is_full_ends_the_run_and_with_room_the_same_command_goes_on(
-    drills: Ground, tmp_path: Path
-) -> None:
+def test_same_command_continues_once_a_full_disk_has_room(drills: Ground, tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m,mode=700", "tmpfs", tmp_path], check=True)
     try:
         with drills.scene(root=str(tmp_path)) as scene:
@@ -87,7 +84,8 @@ def test_a_disk_that_is_full_ends_the_run_and_with_room_the_same_command_goes_on
     [printed("✓ 1/5"), claimed, live, step(20), trained],
     ids=["before it submits", "while it submits", "after it has", "while it tails", "while it collects"],
 )
-def test_an_orchestrator_is_killed_and_the_same_command_takes_up_what_lives(scene: Scene, moment: Sight) -> None:
+def test_same_command_reattaches_when_the_first_was_killed(scene: Scene, moment: Sight) -> None:
+    """The first orchestrator was killed."""
     command = scene.run()
     scene.until(moment)
     command.kill()
@@ -96,7 +94,8 @@ def test_an_orchestrator_is_killed_and_the_same_command_takes_up_what_lives(scen
     scene.require_promises()
 
 
-def test_of_two_orchestrators_one_starts_the_job_and_the_other_goes_on_when_that_one_dies(scene: Scene) -> None:
+def test_follower_continues_when_the_leader_dies(scene: Scene) -> None:
+    """Only the leader starts the job."""
     first, second = scene.run(), scene.run()
     scene.until(step(20))
     scene.until(printed("reattached|follows"))

@@ -18,9 +18,10 @@ from launcher.runs.run import plan_run
 pytestmark = pytest.mark.prefect
 
 
-def test_text_becomes_a_verified_model_in_the_bucket_of_an_emulator_of_others(
+def test_pipeline_in_a_bucket_of_a_third_party_emulator(
     tiny: Callable[..., RunConfig], run_again: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Text becomes a verified model."""
     logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     create_bucket("theirs", storage := Storage(use_memory_fs=True))
     with served(service := HTTPServer(("127.0.0.1", 0), partial(RequestHandler, storage))):

@@ -17,12 +17,13 @@ from launcher.runs.index import Index
 from litgpt_demo.errors import DataError, TrainLitgptError
 
 
-def test_five_lines_end_with_the_trained_model_and_a_failure_has_the_commands_words(
+def test_five_lines_of_python_train_a_model(
     tiny: Callable[..., RunConfig],
     tmp_path: Path,
     prefect_home: Callable[[], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A failure has the command's message."""
     monkeypatch.setenv("PREFECT_HOME", str(prefect_home()))
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(tiny().model_dump(mode="json", exclude={"launch"})))

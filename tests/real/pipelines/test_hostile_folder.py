@@ -40,9 +40,8 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "executed"
 
 
-def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
-    executed: Path, tiny: Callable[..., RunConfig]
-) -> None:
+def test_job_runs_no_program_of_the_current_folder(executed: Path, tiny: Callable[..., RunConfig]) -> None:
+    """That is its supervisor, node, torchrun and ranks."""
     job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "train", "--run", "nowhere"))
     platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
     job_id = platform.submit(platform.render(job))
@@ -55,9 +54,7 @@ def test_supervisor_node_torchrun_and_rank_run_no_program_of_the_current_folder(
 
 
 @pytest.mark.prefect
-def test_processes_that_prepare_a_dataset_run_no_program_of_the_current_folder(
-    executed: Path, tiny: Callable[..., RunConfig]
-) -> None:
+def test_preparation_runs_no_program_of_the_current_folder(executed: Path, tiny: Callable[..., RunConfig]) -> None:
     config = tiny()
     workers = ProcessWorkers(kind="processes", count=2)
     assert asyncio.run(prepare_dataset(root=config.root, data=config.data, dataset_workers=workers)).documents

@@ -15,9 +15,10 @@ from launcher.config import ScriptConfig
 from launcher.job import JobState
 
 
-def test_a_killed_orchestrator_leaves_one_job_and_the_next_goes_on_with_its_log(
+def test_next_orchestrator_continues_the_log_of_a_killed_one(
     tmp_path: Path, prefect_home: Callable[[], Path], ticking: ScriptConfig
 ) -> None:
+    """There is one job."""
     first, second = tmp_path / "first.txt", tmp_path / "second.txt"
     command = [sys.executable, "-m", "cli", "run", str(tmp_path / "run.yaml"), "--output"]
     env = {**os.environ, "PREFECT_HOME": str(prefect_home()), "TRAIN_LITGPT_HOME": str(tmp_path / "jobs")}

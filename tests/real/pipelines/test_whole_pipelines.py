@@ -37,7 +37,8 @@ pytestmark = pytest.mark.prefect
 Tiny = Callable[..., RunConfig]
 
 
-def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twice(tiny: Tiny, tmp_path: Path) -> None:
+def test_killed_search_continues_without_repeating_a_trial(tiny: Tiny, tmp_path: Path) -> None:
+    """It has twelve trials and prunes."""
     steps = {"train.max_steps": 80, "train.evaluate_every": 4, "train.checkpoint_every": 80, "train.global_batch": 32}
     space = {"train.learning_rate": {"kind": "log-uniform", "low": 1e-6, "high": 3e-2}}
     search = {"space": space, "sampler": "tpe", "trials": 12, "prune": "asha", "max_parallel": 3}
@@ -69,9 +70,7 @@ def test_a_search_of_twelve_trials_goes_on_after_a_kill_prunes_and_runs_none_twi
     assert RunConfig.model_validate(read_yaml(sweep / "best.yaml")).train.learning_rate > 1e-5
 
 
-def test_a_run_leaves_before_its_budget_is_passed_and_goes_on_when_that_is_raised(
-    tiny: Tiny, run_again: Callable[..., Any]
-) -> None:
+def test_run_stops_within_its_budget_until_that_is_raised(tiny: Tiny, run_again: Callable[..., Any]) -> None:
     """A second costs a dollar. On a busy machine the start of the job is half of them."""
     endless = {"train.max_steps": 1_000_000, "train.evaluate_every": 1_000_000, "train.checkpoint_every": 1_000_000}
     money = {"platform.usd_per_hour": 3600, "platform.grace_period": 40}
@@ -92,9 +91,8 @@ def test_a_run_leaves_before_its_budget_is_passed_and_goes_on_when_that_is_raise
     assert "as platform.usd_per_hour has it" in run.storage.read("report.html").decode()
 
 
-def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_up(
-    tiny: Tiny, run_again: Callable[..., Any]
-) -> None:
+def test_ledger_of_a_run_with_a_killed_rank_adds_up(tiny: Tiny, run_again: Callable[..., Any]) -> None:
+    """It has the lost steps."""
     config = tiny({"train.max_steps": 60, "train.checkpoint_every": 20, "train.log_every": 1})
     run = plan_run(config)
     killed: list[int] = []
@@ -120,7 +118,7 @@ def test_the_ledger_of_a_run_whose_rank_was_killed_names_what_was_lost_and_adds_
     assert Part.STOPPED not in made.seconds
 
 
-def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_is_its_own_error(
+def test_script_runs_on_every_rank_with_its_first_code(
     tmp_path: Path,
 ) -> None:
     """What is edited while the job runs changes nothing."""
@@ -157,7 +155,7 @@ def test_a_script_runs_on_every_rank_with_the_code_as_it_was_and_one_that_fails_
         run()
 
 
-def test_processes_and_a_dask_cluster_make_the_bytes_that_threads_make(tiny: Tiny, tmp_path: Path) -> None:
+def test_processes_or_dask_prepare_the_same_bytes_as_threads(tiny: Tiny, tmp_path: Path) -> None:
     from distributed import LocalCluster
 
     def prepared(root: str, workers: Any) -> Any:
@@ -175,7 +173,7 @@ def died(*_: Any) -> None:
     os._exit(9)
 
 
-def test_a_process_of_a_preparation_that_dies_is_named_with_what_to_do(
+def test_dead_process_of_a_preparation_is_named_with_a_fix(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tasks.dataset._results", died)

@@ -41,9 +41,10 @@ def notices(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         yield texts
 
 
-def test_the_deaths_of_an_orchestrator_and_of_a_script_are_told_with_a_reason_a_remedy_and_a_link(
+def test_notification_of_a_death_has_its_reason_with_a_fix(
     served: Any, client: SyncPrefectClient, notices: list[str], tiny_under: Callable[..., RunConfig], tmp_path: Path
 ) -> None:
+    """It has a link. An orchestrator dies, and a script."""
     config = tiny_under(served.root, {"name": "night", **LONG, "train.max_steps": 100_000})
     flow_run = submitted(served, config)
     engine_of(flow_run).kill()

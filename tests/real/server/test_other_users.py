@@ -11,7 +11,7 @@ from flows.parameters import acquire_process_lock
 
 
 @needs_another_user
-def test_another_user_cannot_have_a_flow_run_lock_a_file_of_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_cannot_choose_the_file_of_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     with shared_temporary(monkeypatch) as shared:
         (victim := shared / "victim").touch(mode=0o600)
         assert as_nobody('ln -s "$1" "$2"', victim, shared / "train-litgpt-lock")

@@ -48,7 +48,7 @@ def test_strangers_are_refused_by_a_server_of_a_commands_own(own: Any) -> None:
         assert client.read_flows() == []
 
 
-def test_a_job_that_outlives_the_command_inherits_neither_secret_nor_address(own: Any) -> None:
+def test_job_inherits_no_secret_or_address_of_the_command(own: Any) -> None:
     assert "PREFECT_HOME=" in own.job
     assert own.secret not in own.job
     assert "PREFECT_API_URL" not in own.job

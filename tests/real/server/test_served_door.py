@@ -42,7 +42,8 @@ def test_our_commands_find_the_secret_by_themselves(served: Any, client: SyncPre
         client.update_work_pool(POOL, WorkPoolUpdate(is_paused=False))
 
 
-def test_what_server_and_worker_keep_is_closed_to_other_users(served: Any) -> None:
+def test_files_of_the_server_are_closed_to_other_users(served: Any) -> None:
+    """So are the worker's."""
     folder = environment_file(served.home).parent
     modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
     assert (modes, served.home.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == ({0o600}, 0o700, 0o700)

@@ -71,7 +71,7 @@ def test_prefects_own_command_runs_a_training_to_its_end(tiny_run: RunConfig, cl
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "ended"])
-def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
+def test_resumed_flow_run_reattaches_to_the_running_training(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig], how: signal.Signals
 ) -> None:
     """No signal cancels a flow run: Prefect's state does."""
@@ -92,7 +92,7 @@ def test_a_training_outlives_its_orchestrator_and_the_resumed_run_adopts_it(
     assert (manifest.step, manifest.attempts) == (80, 1)
 
 
-def test_after_the_servers_sudden_death_a_cancelled_run_leaves_no_process_of_its_job_either(
+def test_cancelled_run_leaves_no_process_when_the_server_died(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
     """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is reaped."""

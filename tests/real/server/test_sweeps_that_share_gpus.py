@@ -28,9 +28,9 @@ asyncio.run(hold())
 """
 
 
-def test_a_killed_sweeps_slots_are_given_back_when_its_lease_is_over_by_a_server_that_was_restarted_too(
-    served: Any, client: SyncPrefectClient
-) -> None:
+def test_slots_of_a_killed_sweep_return_with_its_lease(served: Any, client: SyncPrefectClient) -> None:
+    """Also by a server that was restarted."""
+
     def taken() -> int:
         return client.read_global_concurrency_limit_by_name(GPUS).active_slots
 

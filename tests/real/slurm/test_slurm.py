@@ -115,7 +115,7 @@ time.sleep(600)
 """
 
 
-def test_ranks_save_before_the_time_limit_and_the_end_counts_as_a_preemption(slurm: Cluster, tmp_path: Path) -> None:
+def test_time_limit_is_a_preemption_before_which_ranks_save(slurm: Cluster, tmp_path: Path) -> None:
     platform, job_id = submitted_job(tmp_path, "limited", WAITS, time="2", grace_period=70)
     seen = ended(platform, job_id)
     assert (tmp_path / "limited.saved").exists()
@@ -147,7 +147,7 @@ def test_job_that_cannot_start_its_nodes_says_why(
     assert any(message.partition(" (on")[0] in line.text for line in platform.logs(job_id).lines)
 
 
-def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluster, tmp_path: Path) -> None:
+def test_slurm_refuses_a_requeue_so_the_job_continues(slurm: Cluster, tmp_path: Path) -> None:
     platform, job_id = submitted_job(tmp_path, "requeued", WAITS)
     until((tmp_path / "requeued.begun").exists)
     number = slurm.call("squeue", "-h", "--name=requeued-1-000000", "-o", "%i").strip()
@@ -158,9 +158,7 @@ def test_a_requeue_by_hand_is_refused_by_slurm_and_the_job_goes_on(slurm: Cluste
     assert platform.remaining_resources(job_id) == ()
 
 
-def test_a_controller_that_is_away_for_a_minute_is_no_answer_and_the_job_outlives_it(
-    slurm: Cluster, tmp_path: Path
-) -> None:
+def test_job_outlives_a_controller_that_is_away(slurm: Cluster, tmp_path: Path) -> None:
     platform, job_id = submitted_job(tmp_path, "patient", WAITS)
     until((tmp_path / "patient.begun").exists)
     slurm.stop("slurmctld")
@@ -198,7 +196,7 @@ def test_a_job_is_submitted_through_a_real_sshd(
     banner.unlink()
 
 
-def test_what_slurm_would_refuse_is_told_beforehand_and_nothing_is_submitted(slurm: Cluster, tmp_path: Path) -> None:
+def test_job_that_slurm_would_refuse_is_never_submitted(slurm: Cluster, tmp_path: Path) -> None:
     for changes, code in (
         ({"partition": "nope"}, "refused"),
         ({"nodes": 9}, "refused"),

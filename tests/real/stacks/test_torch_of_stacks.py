@@ -59,7 +59,8 @@ CHOSEN = ("litgpt_demo/training", "litgpt_demo/export", "litgpt_demo/node")
 @pytest.mark.parametrize(
     "stack", [name for name, stack in STACKS.items() if not version("torch").startswith(stack.torch)]
 )
-def test_training_checkpoints_and_nodes_work_with_the_torch_of_each_stack(stack: str, tmp_path: Path) -> None:
+def test_package_works_with_the_torch_of_each_stack(stack: str, tmp_path: Path) -> None:
+    """Training, checkpoints and nodes do."""
     python = python_with(STACKS[stack].torch, upon_ours=True)
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     command = [python, "-c", "import torch; print(torch.__version__)"]
@@ -90,9 +91,7 @@ time.sleep(600)
 """
 
 
-def test_nodes_of_an_image_with_an_old_torch_measure_sum_and_let_their_ranks_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_with_an_old_torch_measure_then_let_ranks_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The image has that torch, requirements-node.txt and our package, and nothing else."""
     package = TESTS.parent / "litgpt_demo"
     python = python_with(TORCH, "numpy<2", *requirements((package / "requirements-node.txt").read_text()))

@@ -84,9 +84,10 @@ def states(client: SyncPrefectClient, flow_runs: list[UUID]) -> set[StateType | 
     return {flow_run.state_type for flow_run in found}
 
 
-def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_die(
+def test_fifty_flow_runs_run_once_when_services_die(
     team: Team, client: SyncPrefectClient, tiny: UUID, tmp_path: Path
 ) -> None:
+    """An API server, a worker and Redis die."""
     gate = tmp_path / "gate"
 
     def lines_of(flow_run: UUID) -> list[str]:
@@ -132,7 +133,7 @@ def test_fifty_flow_runs_are_done_once_though_an_api_server_a_worker_and_redis_d
     assert [lines_of(flow_run) for flow_run in set(flow_runs) - killed if len(lines_of(flow_run)) != 2] == []
 
 
-def test_a_restored_database_loses_nothing_of_what_it_had_and_starts_no_job_again(
+def test_restored_database_loses_nothing_or_starts_a_job_again(
     team: Team,
     client: SyncPrefectClient,
     tiny: UUID,

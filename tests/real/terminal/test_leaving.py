@@ -41,9 +41,8 @@ def test_ctrl_c_while_the_command_line_loads_just_ends(opened: Open) -> None:
     assert shown.text == "^C\ninterrupted\n"
 
 
-def test_the_printed_command_takes_the_job_up_and_a_second_ctrl_c_cancels_it(
-    opened: Open, ticking: ScriptConfig
-) -> None:
+def test_printed_command_reattaches_to_the_job(opened: Open, ticking: ScriptConfig) -> None:
+    """A second Ctrl-C cancels the job."""
     attempts = claim_of(ticking).attempts
     with opened(PROGRAM, "run", "run.yaml") as shown:
         shown.read_until("submitted")
