@@ -1,66 +1,60 @@
-"""How large is the house? Lines, files, and what makes it slow to read, beside what was asked: `make size`."""
+"""Print the sizes of the house and what makes it slow to read, each with its target: `make size`."""
 
 from __future__ import annotations
 
-import ast
+import subprocess
 import sys
-import tempfile
-import threading
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
-from corpora import as_parquet, prepared
 from test_architecture import source
+from test_language import (
+    LAUNCHING_SIDE,
+    LONGEST_TEST_NAME,
+    SOURCE,
+    expressions,
+    files_with_prose,
+    forbidden_variables,
+    names_of_tests,
+    phrases,
+)
 from test_size import ALLOWED, CHECKOUT, lines
 
-from cli.main import read_config
-from launcher.checks.plan import previews
-from litgpt_demo.data.dataset import open_split
-
-ASKED = (26_000, 13_200, 2_950, 10_200, 800, 25_000, 15_000)  # of the parts of tests/test_size.py, in their order
+TARGET_COMPLEXITY = 12  # cyclomatic, as ruff's C901 counts
 
 
-def files_of(work: Callable[[], object]) -> int:
-    """The number of source files of which code runs, in any thread. A first time imports all that is needed."""
-    work()
-    seen: set[str] = set()
-    for module in (threading, sys):
-        module.setprofile(lambda frame, event, arg: seen.add(frame.f_code.co_filename))
-    work()
-    for module in (threading, sys):
-        module.setprofile(None)
-    return len(seen & {str(CHECKOUT / path) for path in source()})
-
-
-def a_document() -> None:
-    """A row of parquet becomes part of a batch."""
-    with tempfile.TemporaryDirectory() as folder:
-        (corpus := Path(folder, "texts")).mkdir()
-        (corpus / "a.parquet").write_bytes(as_parquet([f"{number} bottles on the wall" for number in range(1000)]))
-        manifest, dataset = prepared(corpus, Path(folder, "root"))
-        open_split(dataset, manifest, manifest.train, length=32).read(np.arange(4))
+def complex_functions() -> int:
+    """Return the number of functions above the target complexity."""
+    command = [sys.executable, "-m", "ruff", "check", "--select=C901", "--output-format=concise", "--exit-zero"]
+    limit = f"--config=lint.mccabe.max-complexity={TARGET_COMPLEXITY}"
+    found = subprocess.run([*command, limit, "."], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    return found.stdout.count(" C901 ")
 
 
 def main() -> None:
     """Print a row for each figure."""
-    nodes = [node for tree in source().values() for node in tree]
-    uses = Counter(node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in nodes)
-    functions = [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    once = [name for name in functions if name.startswith("_") and not name.endswith("__") and uses[name] == 1]
-    rendering = files_of(lambda: previews(read_config(CHECKOUT / "deployments/configs/gke-tcpx.yaml", [])))
-    naming = ["learning_rate" in ast.unparse(tree[0]) for tree in source().values()]
-    rows = [(f"lines of {name}", lines(name), target) for name, target in zip(ALLOWED, ASKED, strict=True)]
-    rows += [
-        ("lines of cli, deployments, flows, tasks", sum(map(lines, ("cli", "deployments", "flows", "tasks"))), 2_750),
+    names = names_of_tests()
+    walruses, conditionals = map(sum, zip(*map(expressions, LAUNCHING_SIDE), strict=True))
+    rows = [
+        ("lines of source", lines("source"), 31_500),
+        *((f"lines of {name}", lines(name), allowed) for name, allowed in ALLOWED.items() if name != "source"),
         ("source files", len(source()), 200),
-        ("private functions that are called once", len(once), 150),
-        ("source files that name train.learning_rate", sum(naming), 7),
-        ("source files of which code runs while a pod with tcpx is rendered", rendering, 8),
-        ("source files of which code runs from parquet to a batch", files_of(a_document), 12),
+        (
+            "variables with forbidden names",
+            sum(len(forbidden_variables(name)) for name in (*SOURCE, "bench", "tests")),
+            0,
+        ),
+        ("walruses on the launching side", walruses, 60),
+        ("conditional expressions on the launching side", conditionals, 350),
+        (f"functions with a complexity above {TARGET_COMPLEXITY}", complex_functions(), 10),
+        (
+            "test names that begin with what or who",
+            sum(name.startswith(("test_what_", "test_who_")) for name in names),
+            0,
+        ),
+        (f"test names above {LONGEST_TEST_NAME} characters", sum(len(name) > LONGEST_TEST_NAME for name in names), 0),
+        ("phrases that have a plainer form", sum(len(phrases(path)) for path in files_with_prose()), 0),
+        ("lines of CHANGELOG.md", (CHECKOUT / "CHANGELOG.md").read_text("utf-8").count("\n"), 30),
     ]
-    print("| what | now | asked |\n|---|---|---|")
+    print("| what | now | target |\n|---|---|---|")
     for what, now, target in rows:
         print(f"| {what} | {now:,} | {target:,} |")
 
