@@ -23,9 +23,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from litgpt_demo.config import Corpus, DataConfig, FileCorpus, Filters
 from litgpt_demo.data import shards
-from litgpt_demo.data.corpus import list_files
+from litgpt_demo.data.corpus import kind_of
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset, plan_dataset
 from litgpt_demo.data.preparation import prepare
+from litgpt_demo.data.readers import Source
 from litgpt_demo.data.shards import documents
 from litgpt_demo.data.tokens import TokenizerFiles
 from litgpt_demo.storage import BucketStorage, open_storage
@@ -98,6 +99,10 @@ def of_each(address: str | Path, *ends: str) -> list[str]:
     """Patterns that select each format of a folder, since a folder of several is refused."""
     found = ends or {path.suffix for path in Path(address).rglob("*.*") if path.is_file()}
     return [f"{address}/**/*{end}" for end in sorted(found)]
+
+
+def list_files(corpus: Corpus) -> list[Source]:
+    return kind_of(corpus).list_files([])
 
 
 def read(corpus: Corpus, scratch: Path) -> list[str]:

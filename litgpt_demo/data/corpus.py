@@ -163,15 +163,10 @@ KINDS: Mapping[str, type[CorpusKind[Any]]] = {
     "openwebtext": OpenWebText,
     "tokens": Tokens,
 }
-"""By `data.corpus.kind`."""
 
 
 def kind_of(corpus: Corpus) -> CorpusKind[Any]:
     return KINDS[corpus.kind](corpus)
-
-
-def list_files(corpus: Corpus, skipped_paths: list[str] | None = None) -> list[Source]:
-    return kind_of(corpus).list_files([] if skipped_paths is None else skipped_paths)
 
 
 def _in_order(files: Sequence[Source]) -> list[Source]:

@@ -51,7 +51,6 @@ class Split(Settings):
     documents: int
     tokens: int
     files: tuple[FileRecord, ...]
-    """The files in their order; read as one."""
 
 
 class Ingredient(Settings):
@@ -84,9 +83,7 @@ class DatasetManifest(Settings):
     """Settings, and every source file with its size and version."""
     filters: Filters
     dropped: dict[str, int] = Field({})
-    """The number of documents that were left out, by reason."""
     bad_documents: int = 0
-    """The number of documents that were skipped because they were not text."""
     bad_places: tuple[str, ...] = ()
     """The places and problems of skipped documents; of very many, the first ones."""
     external_root: str | None = Field(None, exclude_if=lambda root: root is None)
@@ -167,7 +164,6 @@ class PlannedDataset:
     """Paths that the corpus selects and that cannot be read, or would be read twice: a sentence each."""
 
     parts: tuple[PlannedDataset, ...] = ()
-    """The datasets that a mixture is made of."""
 
     @property
     def path(self) -> str:
@@ -343,7 +339,6 @@ class FileScan(NamedTuple):
     """The number of end-of-text ids."""
     last_id: int = -1
     head: bytes = b""
-    """The first of its bytes."""
     nonzero: tuple[int, ...] = (0, 0, 0, 0)
     """Of every four ids in a row, how many are not 0: the first ones, the second ones, and so on."""
 
@@ -401,7 +396,14 @@ def verify_dataset(address: str) -> DatasetManifest:
     if manifest.format != FORMAT:
         problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
     for record in manifest.files:
-        problems += _problems_of_file(storage, record, by_path.get(record.path))
+        scan = by_path.get(record.path)
+        if scan is None:
+            problems.append(f"{storage.address(record.path)} is missing or not a file")
+            continue
+        for name in ("size", "crc32c", "sha256"):
+            found, expected = getattr(scan.record, name), getattr(record, name)
+            if found != expected:
+                problems.append(f"{record.path} has {name} {found}, its manifest says {expected}")
     if manifest.mixture is None:
         for name, split in (("train", manifest.train), ("validation", manifest.validation)):
             of_split = [by_path[record.path] for record in split.files if record.path in by_path]
@@ -412,16 +414,6 @@ def verify_dataset(address: str) -> DatasetManifest:
     if problems:
         raise DataError("\n✗ ".join([f"{address} is not what its manifest says", *problems]), fix=fix)
     return manifest
-
-
-def _problems_of_file(storage: Storage, record: FileRecord, scan: FileScan | None) -> Iterator[str]:
-    if scan is None:
-        yield f"{storage.address(record.path)} is missing or not a file"
-        return
-    for name in ("size", "crc32c", "sha256"):
-        found, expected = getattr(scan.record, name), getattr(record, name)
-        if found != expected:
-            yield f"{record.path} has {name} {found}, its manifest says {expected}"
 
 
 def _problems_of_split(manifest: DatasetManifest, name: str, split: Split, scans: Sequence[FileScan]) -> Iterator[str]:

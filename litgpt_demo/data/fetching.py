@@ -71,7 +71,6 @@ def _fetch_from_hub(source: Source, content: Path) -> None:
 
 
 _FETCHERS: dict[str, Callable[[Source, Path], None]] = {"gs": _fetch_from_bucket, "hf": _fetch_from_hub}
-"""By the scheme of an address."""
 
 
 def forget(sources: Iterable[Source], scratch: Path) -> None:

@@ -64,7 +64,6 @@ class Preparation:
     documents: int = 0
     """Done in this phase."""
     text_bytes: int = 0
-    """UTF-8 bytes of those."""
     all_bytes: int | None = None
     """The total that `text_bytes` will reach; None while the corpus is surveyed."""
     tokens: int = 0

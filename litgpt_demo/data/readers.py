@@ -77,7 +77,10 @@ class FileFormat(NamedTuple):
         """Return the format of a file: the one that is set, else that of the name."""
         if self.format != "auto":
             return self.format
-        return _FORMATS.get(ending_of(name), "text")
+        path = PurePosixPath(name.lower())
+        if any(path.suffix in compression.endings for compression in _COMPRESSIONS):
+            path = path.with_suffix("")
+        return _FORMATS.get(path.suffix, "text")
 
     def separator_of(self, name: str) -> bytes | None:
         """Return the bytes between two documents of a file; None where documents are not found by them."""
@@ -253,14 +256,6 @@ def refuse_lfs_pointer(head: bytes, address: str) -> None:
     if is_pointer and len(head) < MOST_POINTER:
         what = f"{address} is a Git LFS pointer: the file itself was not downloaded"
         raise UserError(what, fix="run `git lfs pull` where it was cloned")
-
-
-def ending_of(name: str) -> str:
-    """Return the end of a file's name that says its format, before the one of its compression."""
-    path = PurePosixPath(name.lower())
-    if any(path.suffix in compression.endings for compression in _COMPRESSIONS):
-        path = path.with_suffix("")
-    return path.suffix
 
 
 def compression_of(path: Path, source: Source) -> Compression | None:
@@ -629,7 +624,6 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 _BUFFER = 1 << 20
-"""Bytes read at a time, about a page."""
 _PIECE_BYTES = 6_000_000
 """Text held as one Arrow array, about: rows are counted, and taken to be of the row group's average size. Less than a
 batch, so that most make one by themselves and need no copying."""

@@ -12,27 +12,16 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from litgpt_demo.config import Corpus, DataConfig
+from litgpt_demo.data import readers
 from litgpt_demo.data.fetching import local_copy
-from litgpt_demo.data.readers import (
-    BadDocument,
-    Batch,
-    FileFormat,
-    Source,
-    compression_of,
-    opened,
-    read,
-    row_groups,
-    split_points,
-)
+from litgpt_demo.data.readers import BadDocument, Batch, FileFormat, Source
 from litgpt_demo.errors import DataError, Finding, TrainLitgptError, UserError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH_BYTES = 8_000_000
-"""Text in a batch, about."""
 LOOKED_AT = 4_000_000
-"""Bytes of text in which a separator is looked for."""
 _SHARDS = 400
 """About how many a large corpus has: one that has to be done again is 0.25 % of the work."""
 _SMALLEST, _LARGEST = 4 << 20, 64 << 20
@@ -46,13 +35,11 @@ class Part:
     source: Source
     start: int = 0
     end: int | None = None
-    """None is the file's end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
     number: int
-    """Its index in the corpus's order."""
     parts: tuple[Part, ...]
     limit: int | None = None
     """Stop after the document that reaches this many bytes of text."""
@@ -67,7 +54,7 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
         ends: list[tuple[int | None, int]] = [(None, source.size)]
         if source.size > target and source.file is not None:
             with suppress(DataError, UserError, FileNotFoundError):  # reading it raises the same, with the position
-                ends = [*split_points(source.file, source, layout, target), *ends]
+                ends = [*readers.split_points(source.file, source, layout, target), *ends]
         start = first_byte = 0
         for end, end_byte in ends:
             size = end_byte - first_byte
@@ -107,7 +94,7 @@ def _read_parts(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
             most = data.max_document_bytes
-            for found in read(path, part.source, layout, part.start, part.end, scratch=scratch, most=most):
+            for found in readers.read(path, part.source, layout, part.start, part.end, scratch=scratch, most=most):
                 count, size = take_until_bytes(found.texts, remaining)
                 batch = found.slice(0, count)
                 if batch.bad and data.on_bad_document == "fail":
@@ -163,9 +150,9 @@ def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple
     documents = size = 0
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
-            if compression_of(path, part.source) is not None:
+            if readers.compression_of(path, part.source) is not None:
                 return None
-            with row_groups(path, part.source, layout.column) as (_, groups):
+            with readers.row_groups(path, part.source, layout.column) as (_, groups):
                 for group in groups[part.start : part.end]:
                     if group.statistics is None or group.statistics.null_count != 0:
                         return None
@@ -208,7 +195,7 @@ def _read_heads(sources: Sequence[Source]) -> list[bytes]:
                 break
             # The checksum of a local file is not compared: that would read all of it.
             local = nullcontext(source.file) if source.file is not None else local_copy(source, Path(scratch))
-            with local as path, opened(path, source) as stream:
+            with local as path, readers.opened(path, source) as stream:
                 heads.append(stream.read(remaining))
             remaining -= len(heads[-1])
     return heads

@@ -139,10 +139,12 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
                 "be Hugging Face's; take another tokenizer, or train one on the corpus"
             )
     ids, config = tokenizer.get_vocab(with_added_tokens=True), special | config
-    token = end_of_text or _end_of_text_of(config)
-    if token is None and END_OF_TEXT in ids:
-        token = END_OF_TEXT
-    if token is None or token not in ids:
+    token = end_of_text or config.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if not isinstance(token, str):
+        token = END_OF_TEXT if END_OF_TEXT in ids else ""
+    if token not in ids:
         problem = f"has no token {token!r}" if token else "names no end-of-text token"
         raise UserError(
             f"data.tokenizer: {origin} {problem} to close documents with; "
@@ -166,13 +168,6 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
         complete["tokenizer.json"] = tokenizer.to_str(pretty=True).encode()
     size = max(ids.values()) + 1
     return TokenizerFiles(files=complete, end_of_text=ids[token], vocab_size=size, prefix=tuple(prefix))
-
-
-def _end_of_text_of(config: Mapping[str, Any]) -> str | None:
-    token = config.get("eos_token")
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 def _as_json(config: Mapping[str, Any]) -> bytes:

@@ -92,7 +92,6 @@ class ShardRecord(Settings):
     """The digest of the shard, limit included: a record of another shard is ignored."""
     documents: int
     text_bytes: int
-    """UTF-8 bytes of those documents."""
 
 
 class ShardStats(ShardRecord):
@@ -116,16 +115,13 @@ class TokenPiece(Settings):
     documents: int
     tokens: int
     file: FileRecord | None
-    """None where there are none."""
 
 
 class EncodeResult(ShardRecord):
     task: str
-    """The digest of the task."""
     train: TokenPiece
     validation: TokenPiece
     lengths: tuple[int, ...]
-    """The lengths, as in DatasetManifest.document_lengths."""
 
 
 Record = TypeVar("Record", ShardStats, EncodeResult)

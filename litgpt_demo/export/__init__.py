@@ -72,15 +72,12 @@ class FinalManifest(Settings):
     huggingface: HuggingFaceProof | None
     """None if there is no final/huggingface; `findings` has the reason."""
     findings: tuple[str, ...] = ()
-    """Shortcomings, each with what to do."""
     cost: Cost | None = None
     """None if the machines have no list price, as on this machine."""
     prefix: tuple[str, ...] = ()
     """Tokens that the model's tokenizers put before a text, as the dataset has them there."""
     prompt: str
-    """Opening of a validation document."""
     sample: str
-    """The text that the collected model wrote after the prompt."""
     files: tuple[FileRecord, ...]
 
 

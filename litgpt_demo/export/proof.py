@@ -64,10 +64,6 @@ def last_logits(model: Any, head: Any, inputs: Tensor) -> Tensor:
     return logits
 
 
-def _opening(inputs: Tensor) -> list[int]:
-    return [int(token) for token in inputs[0, :_PROMPT_TOKENS]]
-
-
 def tolerance(own: Tensor) -> float:
     """Return the largest difference by rounding between `own` logits and another implementation's."""
     return _RELATIVE * max(1.0, float(own.abs().max()))
@@ -165,7 +161,9 @@ def opened_by_litgpt(
     room = llm.config.block_size
     # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.
     # LitGPT's own `generate`, which the card shows, takes no prompt that is longer than a window.
-    opening = _opening(inputs)[: max(1, min(room // 4, (llm.config.sliding_window_size or room) // 3))]
+    opening = inputs[0, :_PROMPT_TOKENS].tolist()[
+        : max(1, min(room // 4, (llm.config.sliding_window_size or room) // 3))
+    ]
     prompt: str = llm.preprocessor.tokenizer.decode(torch.tensor(opening))
     torch.manual_seed(0)
     new = min(_NEW_TOKENS, max(1, room - 3 * len(opening)))
@@ -225,7 +223,7 @@ def opened_by_transformers(folder: Path, *, own: Tensor, texts: Texts) -> Huggin
         raise DataError(f"its logits differ by {difference:.2e} from the checkpoint's, above {tolerance(own):.0e}")
     reader = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     texts.require_ids(lambda text: reader(text).input_ids, HUGGINGFACE)
-    opening = _opening(inputs)
+    opening = inputs[0, :_PROMPT_TOKENS].tolist()
     prompt = texts.tokenizer.encode(texts.tokenizer.decode(opening)).ids or opening[:1]
     room, sample = model.config.max_position_embeddings - len(prompt), ""
     if room > 0:

@@ -135,7 +135,6 @@ class Memory:
 
     weights: int
     optimizer: int
-    """The state of the optimizer."""
     unsharded: int
     """Weights of other devices that FSDP gathers, and their gradients before they are scattered."""
     gradients: int

@@ -285,10 +285,6 @@ def _phi3_fields(config: Config) -> Fields:
     )
 
 
-def _mistral_fields(config: Config) -> Fields:
-    return _llama_fields(config, sliding_window=config.sliding_window_size)
-
-
 def _qwen3_moe_fields(config: Config) -> Fields:
     return _llama_fields(
         config,
@@ -312,11 +308,6 @@ def _mixtral_fields(config: Config) -> Fields:
     )
 
 
-def _falcon_name(config: Config) -> str:
-    """Return a name of the kind of Falcon: the larger ones have a norm for attention and another for the MLP."""
-    return "falcon-7b" if config.shared_attention_norm else "falcon-40b"
-
-
 # LitGPT's functions differ in their arguments.
 _GPT_NEOX_WEIGHTS = _WeightMap(
     to_transformers.copy_weights_gpt_neox,
@@ -328,9 +319,7 @@ _FALCON_WEIGHTS = _WeightMap(
 )
 _PHI_WEIGHTS = _WeightMap(to_transformers.copy_weights_phi, to_litgpt.copy_weights_phi)
 _LLAMA_WEIGHTS = _WeightMap(to_transformers.copy_weights_llama, to_litgpt.copy_weights_hf_llama)
-_QWEN2_WEIGHTS = _WeightMap(to_transformers.copy_weights_qwen_2_5, to_litgpt.copy_weights_qwen_2_5)
 _QWEN3_WEIGHTS = _WeightMap(to_transformers.copy_weights_qwen_3, to_litgpt.copy_weights_qwen_3)
-_OLMO2_WEIGHTS = _WeightMap(to_transformers.copy_weights_olmo2, to_litgpt.copy_weights_olmo2)
 _GEMMA2_WEIGHTS = _WeightMap(
     partial(to_transformers.copy_weights_gemma_2, untie_weights=False),
     lambda config, incomplete, made, tensors: to_litgpt.copy_weights_gemma_2(incomplete, made, tensors),
@@ -360,7 +349,8 @@ _FAMILIES = {
         features=_OLD | _UNBIASED | {"parallel_residual": True, "whole_rotary": True, "falcon_norms": True},
         fields=_falcon_fields,
         weights=_FALCON_WEIGHTS,
-        known_as=_falcon_name,
+        # The larger ones have a norm for attention and another for the MLP.
+        known_as=lambda config: "falcon-7b" if config.shared_attention_norm else "falcon-40b",
     ),
     "phi3": _Family(
         architecture="Phi3ForCausalLM",
@@ -379,14 +369,14 @@ _FAMILIES = {
     "mistral": _Family(
         architecture="MistralForCausalLM",
         features=_LLAMA | {"windows": "all"},
-        fields=_mistral_fields,
+        fields=lambda config: _llama_fields(config, sliding_window=config.sliding_window_size),
         weights=_LLAMA_WEIGHTS,
     ),
     "qwen2": _Family(
         architecture="Qwen2ForCausalLM",
         features=_LLAMA | {"attn_bias": True},
         fields=partial(_llama_fields, use_sliding_window=False),
-        weights=_QWEN2_WEIGHTS,
+        weights=_WeightMap(to_transformers.copy_weights_qwen_2_5, to_litgpt.copy_weights_qwen_2_5),
     ),
     "qwen3": _Family(
         architecture="Qwen3ForCausalLM",
@@ -419,7 +409,7 @@ _FAMILIES = {
         architecture="Olmo2ForCausalLM",
         features=_LLAMA | {"qk_norm": "olmo2", "norms": (False, False, True, True), "square": True},
         fields=_llama_fields,
-        weights=_OLMO2_WEIGHTS,
+        weights=_WeightMap(to_transformers.copy_weights_olmo2, to_litgpt.copy_weights_olmo2),
     ),
     "gemma": _Family(architecture="GemmaForCausalLM", features=_GEMMA, fields=_gemma_fields, weights=_LLAMA_WEIGHTS),
     "gemma2": _Family(

@@ -9,8 +9,7 @@ but it supports neither autocast nor the softcapping of some models.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,38 +48,25 @@ def projected_cross_entropy(
     It is a float32 scalar. The loss of each target is written into `per_token_loss_out`. Under autocast the products
     have its precision and all else float32, like `cross_entropy` after a `Linear`.
     """
-    device = hidden.device.type
-    options = _Options(
-        softcap=softcap,
-        dtype=torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype,
-        with_gradients=torch.is_grad_enabled(),
-        workspace=workspace or Workspace(),
-        per_token_loss_out=per_token_loss_out,
-    )
+    device, dtype = hidden.device.type, hidden.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    options = softcap, dtype, torch.is_grad_enabled(), workspace or Workspace(), per_token_loss_out
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), options
+            hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), *options
         )
     return loss
-
-
-class _Options(NamedTuple):
-    softcap: float | None
-    dtype: torch.dtype
-    """The type of the operands of the products."""
-    with_gradients: bool
-    workspace: Workspace
-    per_token_loss_out: Tensor | None
 
 
 class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _Options
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None,
+        dtype: torch.dtype, with_gradients: bool, workspace: Workspace, per_token_loss_out: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Return the loss; keep its gradients by `hidden`, `weight` and `bias` if they are wanted."""
-        dtype, workspace, device = options.dtype, options.workspace, hidden.device
-        precise = torch.promote_types(dtype, torch.float32)
+        precise, device = torch.promote_types(dtype, torch.float32), hidden.device
         inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
         rows = chunk_rows(count, len(weight), device=device.type)
         logits = workspace.of("logits", rows, len(weight), dtype=precise, device=device)
@@ -88,7 +74,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         if dtype != precise:
             narrow = workspace.of("narrow", rows, len(weight), dtype=dtype, device=device)
         total = hidden.new_zeros((), dtype=precise)
-        gradients = _Gradients.of(hidden, weight, bias, options) if options.with_gradients else None
+        gradients = _Gradients(hidden, weight, bias, dtype, workspace) if with_gradients else None
 
         for first in range(0, count, rows):
             part = slice(first, min(first + rows, count))
@@ -96,11 +82,11 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             _multiply(inputs[part], matrix.T, out=chunk, workspace=narrow_chunk)
             if bias is not None:
                 chunk += bias
-            cap_slope = None if options.softcap is None else _softcap_(chunk, options.softcap)
+            cap_slope = None if softcap is None else _softcap_(chunk, softcap)
             losses = _cross_entropy_gradient_(chunk, targets[part])
             total += losses.sum()
-            if options.per_token_loss_out is not None:
-                options.per_token_loss_out[part] = losses
+            if per_token_loss_out is not None:
+                per_token_loss_out[part] = losses
             if gradients is None:
                 continue
             if cap_slope is not None:
@@ -119,7 +105,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(scale)
-        return (*gradients, None, None)
+        return *gradients, *[None] * 6
 
 
 def _softcap_(logits: Tensor, softcap: float) -> Tensor:
@@ -141,35 +127,21 @@ def _cross_entropy_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
 _LIFT = 1024.0  # a power of two; sums of float16 products stay far below 65,504
 
 
-@dataclass(kw_only=True)
 class _Gradients:
-    by_hidden: Tensor
-    by_weight: Tensor
-    by_bias: Tensor | None
-    product: Tensor | None
-    """Workspace for a chunk's part of `by_weight` where the device cannot add to it; see _multiply."""
-    lift: float
-    """A factor for logits' gradients in float16, which has nothing below 6e-8.
-
-    The trainer's own scale of the loss reaches these gradients only after their cast.
-    """
-    count: int
-
-    @staticmethod
-    def of(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options) -> _Gradients:
-        dtype, device = options.dtype, hidden.device
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, workspace: Workspace
+    ) -> None:
         precise = torch.promote_types(dtype, torch.float32)
-        product = None
-        if dtype != precise and device.type != "cuda":
-            product = options.workspace.of("product", *weight.shape, dtype=dtype, device=device)
-        return _Gradients(
-            by_hidden=torch.empty_like(hidden, dtype=precise),
-            by_weight=torch.empty_like(weight, dtype=precise),
-            by_bias=None if bias is None else torch.zeros_like(bias, dtype=precise),
-            product=product,
-            lift=_LIFT if dtype == torch.float16 else 1.0,
-            count=len(hidden),
-        )
+        self.by_hidden = torch.empty_like(hidden, dtype=precise)
+        self.by_weight = torch.empty_like(weight, dtype=precise)
+        self.by_bias = None if bias is None else torch.zeros_like(bias, dtype=precise)
+        self.product = None  # holds a chunk's part of `by_weight` where the device cannot add to it (_multiply)
+        if dtype != precise and hidden.device.type != "cuda":
+            self.product = workspace.of("product", *weight.shape, dtype=dtype, device=hidden.device)
+        # Gradients of logits in float16, which has nothing below 6e-8, are lifted. The trainer's own scale of the loss
+        # reaches them only after their cast.
+        self.lift = _LIFT if dtype == torch.float16 else 1.0
+        self.count = len(hidden)
 
     def add_chunk(self, part: slice, by_logits: Tensor, narrow: Tensor, inputs: Tensor, matrix: Tensor) -> None:
         """Add the part of a chunk of rows; `narrow` gets the gradient by logits in the type of the products."""

@@ -40,7 +40,6 @@ class ObjectInfo:
     path: str
     """Relative to the storage's root, with `/`."""
     size: int
-    """Bytes."""
     crc32c: str
 
 

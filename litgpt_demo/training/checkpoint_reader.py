@@ -65,15 +65,14 @@ def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> 
     return state | ({"precision": dict(precision)} if precision else {})
 
 
-def load_checkpoint(
-    model: Any, optimizer: Any, folder: Path, *, precision: Mapping[str, Any], address: str = ""
-) -> dict[str, Any]:
-    """Read a checkpoint into `model` and `optimizer`, whose settings stay; return the state of the loss scaling."""
-    state = training_state(model, optimizer, precision)
+def load_checkpoint(model: Any, optimizer: Any, folder: Path, *, precision: Any = None, address: str = "") -> None:
+    """Read a checkpoint into `model`, `optimizer`, whose settings stay, and the loss scaling of `precision`."""
+    state = training_state(model, optimizer, {} if precision is None else precision.state_dict())
     _read(state, folder, address)
     optimizers = {**get_optimizer_state_dict(model, optimizer), **state["optimizer"]}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizers)
-    return dict(state.get("precision", {}))
+    if "precision" in state:
+        precision.load_state_dict(state["precision"])
 
 
 def files_of_state(state: State, folder: Path, *, address: str = "") -> set[str]:

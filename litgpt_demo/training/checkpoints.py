@@ -28,9 +28,7 @@ class CheckpointManifest(Settings):
     format: int
     run: str
     step: int
-    """Optimizer steps done."""
     tokens: int
-    """Tokens seen."""
     seconds: float = 0.0
     """Training time that led here, over all attempts."""
     dataset_key: str

@@ -25,7 +25,6 @@ class Ranks:
     rank: int
     world_size: int
     group: Any = None
-    """Their process group, if there are several."""
 
     @classmethod
     def of(cls, fabric: Fabric) -> Ranks:

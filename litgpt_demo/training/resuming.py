@@ -141,18 +141,10 @@ class _Resumption:
             _blame(misreading, own=bool(doubted))
 
     def load(self, manifest: CheckpointManifest) -> None:
-        training, precision = self._training, self._training.fabric.strategy.precision
-        folder = self._folder(manifest)
+        model, optimizer = self._training.model.module, self._training.optimizer.optimizer
+        precision, folder = self._training.fabric.strategy.precision, self._folder(manifest)
         local = folder.local_path()
-        loaded = load_checkpoint(
-            training.model.module,
-            training.optimizer.optimizer,
-            local or self._scratch,
-            precision=precision.state_dict(),
-            address=folder.address(),
-        )
-        if loaded:
-            precision.load_state_dict(loaded)
+        load_checkpoint(model, optimizer, local or self._scratch, precision=precision, address=folder.address())
         self._ranks.run_on_rank_zero(lambda: None)  # until then some rank may still read
         if local is None and self._local_rank == 0:
             shutil.rmtree(self._scratch, ignore_errors=True)

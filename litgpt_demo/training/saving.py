@@ -24,7 +24,7 @@ from itertools import accumulate
 from pathlib import Path
 from threading import Event
 from time import monotonic
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -63,18 +63,9 @@ class SaveResult:
     seconds: float = 0.0
     """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
-    """Bytes of all its files."""
     error: TrainLitgptError | None = None
-    """The reason why there is no such checkpoint."""
     warning: str | None = None
     """Advice to a person: there is no such checkpoint, or older ones could not be pruned."""
-
-
-class _PendingSave(NamedTuple):
-    result: SaveResult
-    staged: Event
-    """Set when the copy is complete: the state may change again."""
-    work: Future[None]
 
 
 class Saver:
@@ -96,7 +87,8 @@ class Saver:
         self._ranks = Ranks.of(training.fabric)
         self._shards = ShardWriter(self._ranks, training.fabric.device)
         self._thread = thread_of(training.fabric.device, "checkpoint")
-        self._pending: _PendingSave | None = None
+        # The save in flight: its result, an event that is set when the copy is complete, and the thread's work.
+        self._pending: tuple[SaveResult, Event, Future[None]] | None = None
         self._last: SaveResult | None = None
         self._hook = training.optimizer.optimizer.register_step_pre_hook(lambda *_: self._before_update())
 
@@ -114,7 +106,7 @@ class Saver:
         seconds = training.timer.seconds
         work = self._thread.submit(self._save, result, staged, state, ready_event, validation_loss, seconds)
         result.stall = monotonic() - began
-        self._pending = _PendingSave(result, staged, work)
+        self._pending = result, staged, work
         return result.stall
 
     def _save(
@@ -158,7 +150,14 @@ class Saver:
             staged.set()
             shutil.rmtree(folder, ignore_errors=True)  # of a save that failed, on a disk that may be full
         if ranks.rank == 0:
-            result.warning = self._prune(step)
+            train = self._training.spec.train
+            try:
+                checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
+            except TrainLitgptError as error:  # the new checkpoint exists all the same
+                result.warning = (
+                    f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
+                    f"be removed: {error}. The next save tries again"
+                )
         result.seconds = monotonic() - began
 
     def _commit(
@@ -187,17 +186,6 @@ class Saver:
         checkpoints.commit(self._training.run, manifest)
         return manifest.size
 
-    def _prune(self, step: int) -> str | None:
-        run, train = self._training.run, self._training.spec.train
-        try:
-            checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
-        except TrainLitgptError as error:  # the new checkpoint exists all the same
-            return (
-                f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
-                f"be removed: {error}. The next save tries again"
-            )
-        return None
-
     def finish(self) -> None:
         """Wait for the save in flight, if there is one, and raise the error of the last one."""
         self._finalize()
@@ -207,10 +195,10 @@ class Saver:
     def _before_update(self) -> None:
         if self._pending is None:
             return
-        began = monotonic()
-        self._pending.staged.wait()
-        self._pending.result.stall += monotonic() - began
-        if self._pending.work.done():
+        began, (result, staged, work) = monotonic(), self._pending
+        staged.wait()
+        result.stall += monotonic() - began
+        if work.done():
             self._finalize()
 
     def _finalize(self) -> None:

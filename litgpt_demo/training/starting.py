@@ -29,14 +29,8 @@ from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.huggingface import HuggingFaceModel, Tensors, huggingface_model
 from litgpt_demo.models.model import litgpt_config, unchecked_config
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoint_reader import (
-    OPTIMIZER,
-    WEIGHTS,
-    explain_unpickling_errors,
-    load_checkpoint,
-    load_weights,
-    read_index,
-)
+from litgpt_demo.training import checkpoint_reader
+from litgpt_demo.training.checkpoint_reader import OPTIMIZER, WEIGHTS, explain_unpickling_errors
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.origins import CONFIGS, records_of, replay_problem
 from litgpt_demo.training.setup import Training
@@ -53,7 +47,6 @@ _LITGPT_NAMES = {
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head", "head_dim": "head_size",
     "num_key_value_heads": "n_query_groups", "num_kv_heads": "n_query_groups", "vocab_size": "padded_vocab_size",
 }  # fmt: skip
-"""LitGPT's names of fields of transformers' configs."""
 _FIX = "make model.name and model.config those of the weights"
 _MOST_NAMED = 3  # tensors that do not fit
 
@@ -89,11 +82,9 @@ def _read_weights(training: Training, origin: InitialWeights, folder: Path) -> N
     state: dict[str, Any] = get_model_state_dict(model)
     if origin.optimizer:
         precision = training.fabric.strategy.precision
-        saved = load_checkpoint(model, optimizer, folder, precision=precision.state_dict(), address=origin.address)
-        if saved:
-            precision.load_state_dict(saved)
+        checkpoint_reader.load_checkpoint(model, optimizer, folder, precision=precision, address=origin.address)
     elif origin.kind == "checkpoint":
-        load_weights(folder, state, address=origin.address)
+        checkpoint_reader.load_weights(folder, state, address=origin.address)
     else:
         for part in _iter_weights(config, origin, folder):
             for name, tensor in part.items():
@@ -114,7 +105,7 @@ def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
 def tensor_problems(config: Config, origin: InitialWeights, folder: Path) -> list[str]:
     """Return a sentence for each of the first tensors in a local folder whose name or shape is not the model's."""
     if origin.kind == "checkpoint":
-        stored = read_index(folder, address=origin.address).state_dict_metadata.items()
+        stored = checkpoint_reader.read_index(folder, address=origin.address).state_dict_metadata.items()
         found = {name.removeprefix(WEIGHTS): entry.size for name, entry in stored if name.startswith(WEIGHTS)}  # type: ignore[union-attr]
     else:
         found = {}
@@ -214,7 +205,10 @@ class CompatibilityRequest(Settings):
         origin, storage = self.origin, open_storage(self.origin.address)
         config = unchecked_config(self.model, vocab_size=self.vocab_size)
         if origin.kind == "huggingface":
-            exported, stored = huggingface_model(config), _stored_transformers_config(storage)
+            exported = huggingface_model(config)
+            with TemporaryDirectory() as scratch:
+                storage.download("config.json", Path(scratch, "config.json"))
+                stored = _transformers_config(Path(scratch))
             if exported is None or exported.fields["model_type"] != stored.model_type:
                 kind = "something else" if exported is None else exported.fields["model_type"]
                 return [(f"{origin.name} is a {stored.model_type}, and the model is a {kind} to transformers", _FIX)]
@@ -249,12 +243,6 @@ class CompatibilityRequest(Settings):
                 model = ModelConfig.model_validate(manifest.config["model"])
             config = unchecked_config(model, vocab_size=self.vocab_size)
         return dict(vars(config))
-
-
-def _stored_transformers_config(storage: Storage) -> Any:
-    with TemporaryDirectory() as folder:
-        storage.download("config.json", Path(folder, "config.json"))
-        return _transformers_config(Path(folder))
 
 
 def _comparable_fields(exported: HuggingFaceModel, stored: Any) -> tuple[dict[str, Any], dict[str, Any]]:

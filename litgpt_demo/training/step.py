@@ -33,7 +33,6 @@ class LocalStepStats(NamedTuple):
     norm: Tensor
     """The norm of the whole gradient, on the device."""
     data_wait: float
-    """Seconds spent waiting for samples."""
     by_source: Tensor | None = None
     """For a mixture: each source's sum of this rank's losses of samples, and their number; on the device."""
 

@@ -31,7 +31,7 @@ from launcher.platforms.kubernetes.connection import SCOPE, connect
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from launcher.platforms.runai.rest import TOKEN
 from litgpt_demo.config import HubCorpus, HubTokenizer
-from litgpt_demo.data.corpus import list_files
+from litgpt_demo.data.corpus import kind_of
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import TrainLitgptError, UserError
 from litgpt_demo.storage import bucket, open_storage
@@ -135,7 +135,7 @@ def test_a_hub_a_cluster_or_a_bucket_that_repeats_the_request(status: int, echo:
     echo.status = status
     bucket = replace(open_storage("gs://bucket/runs"), patience=0.2)
     for ask in (
-        lambda: list_files(HubCorpus(kind="hub", name="owner/texts")),
+        lambda: kind_of(HubCorpus(kind="hub", name="owner/texts")).list_files([]),
         lambda: load_tokenizer(HubTokenizer(kind="hub", name="owner/model")),
         lambda: pods_of(kubeconfig),
         lambda: bucket.write("a.json", b"{}"),
@@ -204,7 +204,7 @@ def test_hub_token_is_never_sent_to_a_plain_address(
         for name, value in proxy.environment.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("HF_ENDPOINT", "http://127.evil.example")
-        refused = error_of(lambda: list_files(HubCorpus(kind="hub", name="owner/texts")))
+        refused = error_of(lambda: kind_of(HubCorpus(kind="hub", name="owner/texts")).list_files([]))
         assert proxy.requests == []
     assert isinstance(refused, UserError)
     assert "HF_ENDPOINT=http://127.evil.example is not encrypted" in str(refused)

@@ -128,7 +128,7 @@ def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: p
         training.optimizer.param_groups[0]["lr"] = 0.5  # as the next step begins
         training.optimizer.step()
     assert not all(map(torch.equal, before, tensors(*trained)))
-    load_checkpoint(*restored, Path(training.run.address(folder_of(1))), precision={})
+    load_checkpoint(*restored, Path(training.run.address(folder_of(1))))
     assert all(map(torch.equal, before, tensors(*restored)))
     assert "warning" not in capsys.readouterr().out, "a GPU's copy goes through pinned memory"
 

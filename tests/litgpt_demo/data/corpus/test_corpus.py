@@ -26,6 +26,7 @@ from corpora import (
     as_parquet,
     cut_into,
     files,
+    list_files,
     of_each,
     put_objects,
     read,
@@ -38,7 +39,7 @@ from pyarrow import parquet
 from waiting import until
 
 from litgpt_demo.config import Corpus, DataConfig, HubCorpus, OpenWebTextCorpus, StdlibCorpus, content_hash
-from litgpt_demo.data.corpus import kind_of, list_files
+from litgpt_demo.data.corpus import kind_of
 from litgpt_demo.data.fetching import forget
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, NetworkError, UserError
@@ -244,7 +245,7 @@ def test_linked_folder_is_read_once_and_dead_links_are_named(
     (folder / "b.txt").symlink_to(folder / "b.txt")
     for path in (folder, f"{folder}/**/*.txt"):
         assert read(files(path), tmp_path / "scratch") == ["one", "two", "three"]
-        list_files(files(path), left_out := [])
+        kind_of(files(path)).list_files(left_out := [])
         back = {"deep/self": deep, "deep/up": folder, "home": tmp_path}
         above = [f"{folder}/{link} is a link to {target}, which contains it" for link, target in back.items()]
         assert sorted(left_out) == [f"{folder}/b.txt leads nowhere", *above]

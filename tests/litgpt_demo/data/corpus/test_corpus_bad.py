@@ -14,12 +14,24 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 import pytest
-from corpora import COMPRESS, FORMATS, POINTER, SEPARATOR, as_jsonl, as_parquet, cut_into, files, of_each, read, write
+from corpora import (
+    COMPRESS,
+    FORMATS,
+    POINTER,
+    SEPARATOR,
+    as_jsonl,
+    as_parquet,
+    cut_into,
+    files,
+    list_files,
+    of_each,
+    read,
+    write,
+)
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from litgpt_demo.config import Corpus, DataConfig, TokenizerFile, TokensCorpus
-from litgpt_demo.data.corpus import list_files
 from litgpt_demo.data.readers import BadDocument, opened, seekable
 from litgpt_demo.data.shards import documents, plan_shards, read_shard
 from litgpt_demo.errors import DataError, UserError
