@@ -230,9 +230,8 @@ def _run(settings: AnyConfig, output: bool = False) -> None:
     match settings:
         case SweepConfig():
             trials(settings)  # an impossible sweep is refused before anything starts
-            _print_table(
-                _print_json(_run_in_foreground("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output))
-            )
+            rows = _run_in_foreground("flows.sweep_litgpt:sweep_litgpt", dict(settings), output=output)
+            _print_table(_print_json(rows))
         case BenchmarkConfig():
             results = _print_json(_run_in_foreground("flows.run_torchrun:benchmark_network", dict(settings)))
             _print_table(table(results))
@@ -398,14 +397,12 @@ def submit(
         else:
             with server_problems():
                 texts = {name: entry.description or "" for name, entry in list_deployments().items()}
-        _print_table(
-            _print_json([{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)])
-        )
+        rows = [{"deployment": name, "what": texts[name].partition("\n")[0]} for name in sorted(texts)]
+        _print_table(_print_json(rows))
         return
     changes = overrides_of(_with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace))
-    sections = {} if profile is None else read_platform_file(profile)
     with server_problems():
-        _submitted(*submit_deployment(deployment, changes, profile=sections))
+        _submitted(*submit_deployment(deployment, changes, profile=read_platform_file(profile)))
 
 
 def _submitted(flow_run: str, full: str, page: str | None) -> None:

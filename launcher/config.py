@@ -382,22 +382,21 @@ def config_document(
     path: Path, assignments: Sequence[str] = (), *, platform_file: Path | None = None
 ) -> dict[str, Any]:
     """Return the settings of a config file, with the sections of a platform file and then dotted overrides applied."""
-    document = read_yaml(path)
-    if platform_file is not None:
-        document |= read_platform_file(platform_file)
-    document = overridden(document, overrides_of(assignments))
+    document = overridden(read_yaml(path) | read_platform_file(platform_file), overrides_of(assignments))
     if "platform" in document and document.keys() <= set(PLATFORM_FILE_SECTIONS):
         problem = f"{path} is a platform file: it has only {', '.join(document)}, which say where a config runs"
         raise ConfigProblem(f"{problem}; give a config, and behind it --platform {path}")
     return document
 
 
-def read_platform_file(path: Path) -> dict[str, Any]:
-    """Return the sections of a platform file, each of which replaces a whole section of a config.
+def read_platform_file(path: Path | None) -> dict[str, Any]:
+    """Return the sections of a platform file, if there is one; each replaces a whole section of a config.
 
     Raises:
         ConfigProblem: it has other sections, or lacks `platform`.
     """
+    if path is None:
+        return {}
     sections = read_yaml(path)
     unknown = [str(name) for name in sections if name not in PLATFORM_FILE_SECTIONS]
     if unknown:
@@ -487,7 +486,7 @@ def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str)
             if problem["type"] in {"union_tag_invalid", "union_tag_not_found"}:
                 names.append("kind")
             message = _message(problem, kind)
-            lines.append(f"  {'.'.join(names)}: {message}" if names else f"  {message}")
+            lines.append(f"  {': '.join(filter(None, ('.'.join(names), message)))}")
         raise ConfigProblem("\n".join(lines)) from error
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import median
 
-from launcher.formatting import duration_text, loss_text, rate_text, share_text
+from launcher.formatting import NOTHING, duration_text, loss_text, rate_text, share_text
 from litgpt_demo.metrics import Row
 
 RECENT = 10
@@ -41,17 +41,11 @@ class Progress:
     """What the newest attempt said of itself when it started; empty where a log was joined too late to hold it."""
 
     @property
-    def outcome(self) -> list[str]:
-        """The facts of a training that does not run, each in a word or two."""
-        return [] if self.loss is None else [f"loss {loss_text(self.loss)}"]
-
-    @property
     def facts(self) -> list[str]:
-        """The facts of one that runs: loss, throughput, time left, MFU."""
-        pace = [] if self.tokens_per_second is None else [rate_text(self.tokens_per_second)]
-        used = [] if self.mfu is None else [f"MFU {share_text(self.mfu)}"]
-        remaining = [f"{duration_text(self.eta_seconds)} left"] if self.eta_seconds else []
-        return [*self.outcome, *pace, *remaining, *used]
+        """The facts that are known: loss, throughput, time left, MFU."""
+        loss, pace = f"loss {loss_text(self.loss)}", rate_text(self.tokens_per_second)
+        remaining, used = f"{duration_text(self.eta_seconds or None)} left", f"MFU {share_text(self.mfu)}"
+        return [fact for fact in (loss, pace, remaining, used) if NOTHING not in fact]
 
 
 def summary(rows: Sequence[Row]) -> Progress:
@@ -60,34 +54,45 @@ def summary(rows: Sequence[Row]) -> Progress:
     After a restart that is the step it resumed from, not the farthest step that was ever reached.
     """
     begun = next((number for number in reversed(range(len(rows))) if rows[number].get("kind") == "start"), None)
-    start, attempt = ({}, rows) if begun is None else (rows[begun], rows[begun:])
-    step = int(attempt[-1].get("step", 0)) if attempt else 0
-    steps = int(start["steps"]) if "steps" in start else None
+    start: Row = {}
+    attempt = rows[begun or 0 :]
+    if begun is not None:
+        start = attempt[0]
+    step, steps, percent, eta = 0, None, 0.0, None
+    if attempt:
+        step = int(attempt[-1].get("step", 0))
     tokens = _as_of(rows, step, "step", "tokens")
-    recent, used = (
-        [float(row[name]) for row in attempt if name in row][-RECENT:] for name in ("tokens_per_second", "mfu")
-    )
-    memory, eta = _as_of(rows, step, "step", "memory"), None
+    if tokens is None:
+        tokens = step * start.get("tokens_per_step", 0)
     paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
-    if steps is not None and step >= steps:
-        eta = 0.0
-    elif steps is not None and len(paces) > 1:
-        still = [float(row.get("seconds", 0.0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint")]
-        pauses = sum(still) / max(step - int(attempt[0].get("step", 0)), 1)
-        eta = (steps - step) * (median(paces[-RECENT:]) + pauses)
+    if "steps" in start:
+        steps = int(start["steps"])
+        percent = min(100.0, 100 * step / (steps or 1))
+        if step >= steps:
+            eta = 0.0
+        elif len(paces) > 1:
+            still = [float(row.get("seconds", 0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint")]
+            pauses = sum(still) / max(step - int(attempt[0].get("step", 0)), 1)
+            eta = (steps - step) * (median(paces[-RECENT:]) + pauses)
+    memory = _as_of(rows, step, "step", "memory")
     return Progress(
         step=step,
         steps=steps,
         loss=_as_of(rows, step, "step", "loss"),
         validation_loss=_as_of(rows, step, "evaluation", "validation_loss"),
-        tokens=int(step * start.get("tokens_per_step", 0) if tokens is None else tokens),
-        tokens_per_second=median(recent) if recent else None,
-        mfu=median(used) if used else None,
+        tokens=int(tokens),
+        tokens_per_second=_recent(attempt, "tokens_per_second"),
+        mfu=_recent(attempt, "mfu"),
         memory=None if memory is None else int(memory),
         eta_seconds=eta,
-        percent=min(100.0, 100 * step / steps) if steps else 0.0,
+        percent=percent,
         start=start,
     )
+
+
+def _recent(rows: Sequence[Row], name: str) -> float | None:
+    values = [float(row[name]) for row in rows if name in row][-RECENT:]
+    return median(values) if values else None
 
 
 def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None:

@@ -6,7 +6,9 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 from launcher.job import LogLine
 from litgpt_demo.metrics import METRICS_MARK, Row, from_log_line
@@ -17,6 +19,11 @@ NOTHING = "–"
 _COUNTS = ((1e6, "M"), (1e9, "B"), (1e12, "T"))
 _BYTES = ((1e3, "kB"), (1e6, "MB"), (1e9, "GB"), (1e12, "TB"), (1e15, "PB"))
 _SECONDS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def shown(show: Callable[[Any], str], value: object, otherwise: str = NOTHING) -> str:
+    """Return a value as `show` writes it, or `otherwise` where there is none."""
+    return otherwise if value is None else show(value)
 
 
 def setting_text(value: object) -> str:

@@ -381,7 +381,7 @@ def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = No
     Raises:
         PlatformUnreachable: the attempts of what is about to start cannot be queried.
     """
-    works = _works(config) if works is None else works
+    works = works or _works(config)
     inspections = []
     for work in works.values():
         claim = claim_at(work)
@@ -488,7 +488,7 @@ def progress_of(storage: Storage, *, live: bool) -> str:
     progress = summary(rows)
     lines = []
     if rows:
-        facts = progress.facts if live else progress.outcome
+        facts = [fact for fact in progress.facts if live or fact.startswith("loss")]
         lines.append(", ".join([f"step {progress.step}/{progress.steps}", *facts]))
     if str(damaged):
         lines.append(str(damaged))

@@ -60,10 +60,12 @@ class SoftwareIdentity:
 def software_identity(image: str | None = None, *, checkout: Path | None = None) -> SoftwareIdentity:
     """Return our identity. `checkout` is the folder whose commit counts; else the one that has litgpt_demo."""
     folder = checkout or Path(litgpt_demo.__file__).parents[1]
-    packages = {} if image else {"python": platform.python_version()}
-    for name in () if image else RECORDED:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
+    packages: dict[str, str] = {}
+    if image is None:
+        packages["python"] = platform.python_version()
+        for name in RECORDED:
+            with suppress(metadata.PackageNotFoundError):
+                packages[name] = metadata.version(name)
     # A site-packages folder lies in a repository too, if its .venv does; but nothing in it is tracked.
     commit = _git(folder, "rev-parse", "--quiet", "--verify", "HEAD") if _git(folder, "ls-files", ".") else None
     dirty = bool(commit and _git(folder, "status", "--porcelain", "--untracked-files=no", "."))

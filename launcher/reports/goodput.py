@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median
@@ -20,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.config import PlatformConfig
 from launcher.formatting import duration_text, share_text
 from launcher.job import JobState
+from launcher.machines import ListPrice
 from launcher.runs.index import AttemptEnd, AttemptRecord, Index
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import NodeReport, RecordedPrice, node_reports
@@ -237,11 +239,10 @@ def _count(platform: Mapping[str, Any], name: str) -> int:
 
 
 def _usd_per_hour(record: AttemptRecord, price: RecordedPrice | None) -> float:
-    try:
-        settings = TypeAdapter[PlatformConfig](PlatformConfig).validate_python(record.platform)
-    except ValidationError:
-        return 0.0 if price is None else price.usd
-    return 0.0 if settings.price is None else settings.price.usd
+    own: ListPrice | RecordedPrice | None = price
+    with suppress(ValidationError):
+        own = TypeAdapter[PlatformConfig](PlatformConfig).validate_python(record.platform).price
+    return own.usd if own else 0.0
 
 
 class _Life(NamedTuple):

@@ -18,7 +18,17 @@ import yaml
 from pydantic import JsonValue
 
 from launcher.curves import Progress, downsample, smoothed, summary
-from launcher.formatting import ACTIVE, NOTHING, bytes_text, count_text, duration_text, loss_text, rate_text, share_text
+from launcher.formatting import (
+    ACTIVE,
+    NOTHING,
+    bytes_text,
+    count_text,
+    duration_text,
+    loss_text,
+    rate_text,
+    share_text,
+    shown,
+)
 from launcher.images.identity import SoftwareIdentity
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
@@ -101,9 +111,11 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
     progress, start, final, dataset = report.progress, report.progress.start, report.final, report.dataset
     pace, used = (list(curve(report.rows, "step", name).values()) for name in ("tokens_per_second", "mfu"))
     loss = final.validation_loss if final else progress.validation_loss
-    nats = math.nan if loss is None else loss
-    tokens = dataset.train.tokens + dataset.validation.tokens if dataset else 0
-    bits = bits_per_byte(nats, tokens, dataset.text_bytes if dataset else 0)
+    nats, bits = math.nan, NOTHING
+    if loss is not None:
+        nats = loss
+    if dataset is not None:
+        bits = bits_per_byte(nats, dataset.tokens, dataset.text_bytes)
     device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
     processes = f"{start['world_size']:,}" if "world_size" in start else ""
     loaded_back = in_transformers = NOTHING
@@ -115,10 +127,10 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         ("Validation loss", loss_text(loss)),
         # Above e^20 it says nothing more than "untrained", in ever more digits.
         ("Perplexity", f"{math.exp(nats):,.2f}" if -math.inf < nats < 20 else NOTHING),
-        ("Tokens seen", count_text(progress.tokens) if progress.tokens else NOTHING),
-        ("Throughput", rate_text(median(pace)) if pace else NOTHING),
+        ("Tokens seen", shown(count_text, progress.tokens or None)),
+        ("Throughput", rate_text(median(pace or [math.nan]))),
         ("Training time", duration_text(report.seconds)),
-        ("Parameters", count_text(report.parameters) if report.parameters else NOTHING),
+        ("Parameters", shown(count_text, report.parameters or None)),
     ]
     further = [
         ("Steps", _of_steps(progress)),
@@ -126,11 +138,11 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         ("Bits per byte of text", bits),
         ("Attempts", str(report.attempts)),
         ("Machines avoided", ", ".join(report.avoided) or NOTHING),
-        ("Cost", str(final.cost) if final and final.cost else NOTHING),
+        ("Cost", shown(str, final and final.cost)),
         ("Processes", " on ".join(filter(None, (processes, device))) if processes else NOTHING),
         ("Precision", str(start.get("precision", NOTHING))),
-        ("MFU", share_text(median(used)) if used else NOTHING),
-        ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
+        ("MFU", share_text(median(used or [math.nan]))),
+        ("Peak memory", shown(bytes_text, progress.memory)),
         ("Loaded back", loaded_back),
         ("In transformers", in_transformers),
         *scores(report),
@@ -152,14 +164,15 @@ def scores(report: RunReport) -> Pairs:
 
 
 def dataset_facts(dataset: DatasetManifest) -> Pairs:
-    train, validation, tokens = dataset.train, dataset.validation, dataset.train.tokens + dataset.validation.tokens
+    train, validation = dataset.train, dataset.validation
+    density = dataset.text_bytes / max(dataset.tokens, 1) or None
     return [
         ("Name", dataset.name),
-        ("Text", bytes_text(dataset.text_bytes) if dataset.text_bytes else NOTHING),
+        ("Text", shown(bytes_text, dataset.text_bytes or None)),
         ("Training", f"{count_text(train.tokens)} tokens in {count_text(train.documents)} documents"),
         ("Validation", f"{count_text(validation.tokens)} tokens in {count_text(validation.documents)} documents"),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
-        ("Bytes per token", f"{dataset.text_bytes / tokens:.2f}" if tokens and dataset.text_bytes else NOTHING),
+        ("Bytes per token", shown("{:.2f}".format, density)),
         ("Key", dataset.key),
     ]
 
@@ -223,8 +236,9 @@ def lengths_markdown(manifest: DatasetManifest) -> str:
 def source_facts(dataset: DatasetManifest, rows: Sequence[Row]) -> Pairs:
     """Return what came from each source of a mixture: its share at each stage, its tokens, its losses."""
     found: Pairs = []
-    for number, source in enumerate(dataset.mixture.sources if dataset.mixture else ()):
-        assert dataset.mixture is not None
+    if dataset.mixture is None:
+        return found
+    for number, source in enumerate(dataset.mixture.sources):
         facts = [", then ".join(f"{shares[number] / 10:g} %" for _, shares in dataset.mixture.schedule)]
         tokens = [*curve(rows, "step", f"tokens.{source.name}").values()]
         if tokens:
@@ -304,7 +318,7 @@ def live_markdown(rows: Sequence[Row]) -> str:
         ("Tokens seen", count_text(progress.tokens)),
         ("Throughput", rate_text(progress.tokens_per_second)),
         ("MFU", share_text(progress.mfu)),
-        ("Peak memory", NOTHING if progress.memory is None else bytes_text(progress.memory)),
+        ("Peak memory", shown(bytes_text, progress.memory)),
         ("Time left", duration_text(progress.eta_seconds)),
     )
     # Prefect's table would break a value between the number and its unit.

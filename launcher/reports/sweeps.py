@@ -14,7 +14,7 @@ import yaml
 
 from launcher.config import Objective
 from launcher.curves import summary
-from launcher.formatting import duration_text, loss_text, setting_text, share_text
+from launcher.formatting import duration_text, loss_text, setting_text, share_text, shown
 from launcher.reports.charts import SETTINGS, Chart, Line, element
 from launcher.reports.goodput import AttemptTimes, ledger
 from launcher.reports.report import template
@@ -140,15 +140,14 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 def _row(outcome: Outcome) -> dict[str, Any]:
     scores = [name for name in outcome.trial.objectives if name.startswith("evaluation.")]
-    loss, pace, mfu, usd = outcome.validation_loss, outcome.tokens_per_second, outcome.mfu, outcome.usd
     return {
         **{name: setting_text(value) for name, value in outcome.trial.changes.items()},  # best.yaml has all digits
-        "validation loss": "" if loss is None else f"{loss:.4f}",
+        "validation loss": shown("{:.4f}".format, outcome.validation_loss, ""),
         **{name: str(outcome.scores.get(name, "")) for name in scores},
-        "tokens/s": "" if pace is None else f"{pace:,.0f}",
-        "MFU": "" if mfu is None else share_text(mfu),
-        "cost": "" if usd is None else f"${usd:,.2f}",
-        "duration": duration_text(outcome.seconds) if outcome.seconds else "",
+        "tokens/s": shown("{:,.0f}".format, outcome.tokens_per_second, ""),
+        "MFU": shown(share_text, outcome.mfu, ""),
+        "cost": shown("${:,.2f}".format, outcome.usd, ""),
+        "duration": shown(duration_text, outcome.seconds or None, ""),
         "run": outcome.run,
         "ended": shorten(outcome.ended.partition("\n")[0], 90, placeholder=" …"),  # the run's diagnosis has all of it
     }
