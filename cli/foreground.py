@@ -58,11 +58,8 @@ _SUBMISSION = 20.0
 def in_foreground(
     load: Callable[[], Callable[[], Coroutine[Any, Any, T]]], console: Console, *, output: bool = False
 ) -> T:
-    """Run the pipeline that `load` imports, and show it.
-
-    Ctrl-C and a closed terminal end this process and print which jobs continue. SIGTERM cancels, as a second Ctrl-C
-    does.
-    """
+    """Run the pipeline that `load` imports, and show it. Ctrl-C and a closed terminal end this process and print which
+    jobs continue. SIGTERM cancels, as a second Ctrl-C does."""
     tracker, running = Tracker(), SimpleQueue[asyncio.Task[Any]]()
     with interrupts.queued() as signals, Listener(tracker.receive):
         with Watch(console, output=output) as watch:
@@ -416,10 +413,8 @@ class _ShutdownHandler:
 
 
 def machine_stops() -> bool:
-    """Return True if this machine shuts down: every process then gets SIGTERM, which is no request to cancel.
-
-    A remote job continues, and train-litgpt reattaches to it after the start. Without systemd this is unknown.
-    """
+    """Return True if this machine shuts down: every process then gets SIGTERM, which is no request to cancel a remote
+    job."""
     command = ["systemctl", "is-system-running"]  # https://www.freedesktop.org/software/systemd/man/systemctl.html
     try:
         state = subprocess.run(command, capture_output=True, text=True, timeout=1.0, check=False).stdout

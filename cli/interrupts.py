@@ -46,10 +46,8 @@ def queued() -> Iterator[SimpleQueue[int | None]]:
 
 
 def finish(code: int) -> NoReturn:
-    """End this process and its children now. No exit handler of a library may delay it or print.
-
-    A child with a session of its own, such as the supervisor of a local job, has to outlive this process.
-    """
+    """End this process and its children now, except a child with a session of its own, such as a local job's
+    supervisor."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

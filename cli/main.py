@@ -523,11 +523,8 @@ def settings(
 
 
 def _settings_of(model: type[Settings], prefix: str = "", section: Any = None) -> Iterator[dict[str, str]]:
-    """Yield each setting of a model and of its sections, in the order of the form; defaults as JSON, which YAML reads.
-
-    A section with several kinds lists each, headed by its `kind`. An optional section is also a setting itself. The
-    defaults of a `section` may differ from those of its model.
-    """
+    """Yield the settings of a model and its sections in the order of the form; defaults as JSON, which YAML reads. The
+    defaults of a `section` may differ from those of its model."""
     for name in model.model_json_schema()["properties"]:
         field = model.model_fields[name]
         value = getattr(section, name) if isinstance(section, model) else field.default

@@ -232,10 +232,8 @@ async def _bring_up_to_date(notify: str) -> None:
 
 
 async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -> str:
-    """Create an automation, or make the one of its name what it is here; return which. One that is off stays off.
-
-    One that calls a webhook is not created before there is an address.
-    """
+    """Create or change the automation of this name, and return which. One that is off stays off, and one that calls a
+    webhook is not created without an address."""
     from prefect.events.schemas.automations import AutomationCore
     from prefect.exceptions import ObjectNotFound
 
@@ -280,12 +278,8 @@ async def _roots() -> set[str]:
 
 
 def settings(flow: str, config: str, platform: str | None = None) -> dict[str, Any]:
-    """Return all settings of a config as the parameters of a flow, and `try_it`: a build step of prefect.yaml.
-
-    Prefect's form shows what a deployment stores, and a section of a flow run replaces the stored section. `try_it` is
-    Markdown for the description of the deployment of the config's name: how to start it, and its cost. `platform` is a
-    profile, such as `profiles/gke.yaml`, as `--platform` takes one.
-    """
+    """Return all settings of a config as the parameters of a flow, for prefect.yaml, and `try_it`: Markdown for the
+    deployment's description. A section of a flow run replaces the stored section."""
     from flows.parameters import KINDS, parameters_with
 
     profile = None if platform is None else CONFIGS / platform

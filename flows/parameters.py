@@ -246,11 +246,8 @@ def _advice(section: str, values: Mapping[str, Any]) -> str:
 def submit_deployment(
     name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> tuple[str, str, str | None]:
-    """Create a flow run of a deployment, whose name is enough unless another flow has a deployment of that name.
-
-    A `profile`'s sections replace the deployment's own. Returns the flow run's id, because its name changes when it
-    begins, the deployment's full name, and the flow run's page.
-    """
+    """Create a flow run of a deployment. A `profile`'s sections replace the deployment's own. Returns the flow run's
+    id, because its name changes, the deployment's full name, and the flow run's page."""
     deployments = list_deployments(name.rpartition("/")[2])
     matches = [full for full, deployment in deployments.items() if name in (full, deployment.name)]
     if not matches:
@@ -306,9 +303,7 @@ def parameters_with(
     flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return a deployment's complete parameters, in JSON's types, with a profile's sections and dotted overrides.
-
-    Prefect merges only top-level names, and would replace the whole section by `train: {max_steps: …}`.
-    """
+    Prefect merges only top-level names, and `train: {max_steps: …}` would replace the whole section."""
     kind = KINDS.get(flow)
     if kind is None:
         raise ConfigProblem(f"{flow} has no config to change; the flows with a config are {', '.join(KINDS)}")

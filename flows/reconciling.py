@@ -60,10 +60,7 @@ class Reaped:
 
 
 async def reap_jobs() -> list[Reaped]:
-    """Cancel every live job whose flow runs are cancelled in Prefect; return the flow runs of these jobs.
-
-    A problem with one flow run does not prevent the check of the others.
-    """
+    """Cancel every live job whose flow runs are cancelled in Prefect; return the flow runs of these jobs."""
     reaped = []
     async with get_client() as client:
         for flow_run in await _lately(client, StateType.CANCELLED):
@@ -131,10 +128,8 @@ async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, 
 
 
 def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
-    """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it.
-
-    A flow run without a state on the server may do so, for example one of a command with a server of its own.
-    """
+    """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it, as one might that the
+    server does not know."""
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
     return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)
 

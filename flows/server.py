@@ -78,10 +78,8 @@ def require_server() -> None:
 
 
 async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable[[], None]) -> T:
-    """Run a pipeline when the server answers; raise ServerUnreachable if it does not, or stops answering.
-
-    If no server is configured, one is started and `on_own_server` is called; meanwhile `load` imports the pipeline.
-    """
+    """Run a pipeline when the server answers. If none is configured, one is started and `on_own_server` is called;
+    meanwhile `load` imports the pipeline."""
     own = None
     if server_address() is None:
         own = OwnServer()

@@ -49,10 +49,7 @@ class BenchmarkConfig(Settings):
         return self
 
     def jobs(self) -> list[ScriptConfig]:
-        """Return the job over the platform's network, and with `measure.compare` one over sockets.
-
-        They are network tests themselves, and have none before them.
-        """
+        """Return the job over the platform's network, and with `measure.compare` one over sockets."""
         jobs = [self._job(sockets=False)]
         if self.measure.compare:
             jobs.append(self._job(sockets=True))
@@ -75,10 +72,8 @@ class BenchmarkConfig(Settings):
 
 
 def table(results: Sequence[NetworkTestResult]) -> list[dict[str, str]]:
-    """Return one row per number of ranks, from the size with the largest busbw.
-
-    Links are compared by busbw, and a training gets algbw. A second result is over plain sockets.
-    """
+    """Return one row per number of ranks, from the size with the largest busbw. A second result is over plain
+    sockets."""
     per_node = max(speed.ranks for speed in results[0].speeds) // results[0].nodes
     rows = []
     for ranks in sorted({speed.ranks for speed in results[0].speeds}):

@@ -390,11 +390,7 @@ def config_document(
 
 
 def read_platform_file(path: Path | None) -> dict[str, Any]:
-    """Return the sections of a platform file, if there is one; each replaces a whole section of a config.
-
-    Raises:
-        ConfigProblem: it has other sections, or lacks `platform`.
-    """
+    """Return the sections of a platform file, if there is one; each replaces a whole section of a config."""
     if path is None:
         return {}
     sections = read_yaml(path)
@@ -472,11 +468,7 @@ def _mappings() -> frozenset[str]:
 
 
 def validated(kind: type[AnyConfig], document: Mapping[str, Any], *, where: str) -> AnyConfig:
-    """Return `document` as settings.
-
-    Raises:
-        ConfigProblem: it has every problem at once, each under its dotted name.
-    """
+    """Return `document` as settings. Raises ConfigProblem with every problem at once, each under its dotted name."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:

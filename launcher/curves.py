@@ -49,10 +49,7 @@ class Progress:
 
 
 def summary(rows: Sequence[Row]) -> Progress:
-    """Return the progress after `rows`, in the order they were written.
-
-    After a restart that is the step it resumed from, not the farthest step that was ever reached.
-    """
+    """Return the progress after `rows`; after a restart it is the step that was resumed from, not the farthest step."""
     begun = next((number for number in reversed(range(len(rows))) if rows[number].get("kind") == "start"), None)
     start: Row = {}
     attempt = rows[begun or 0 :]
@@ -104,11 +101,8 @@ def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None
 
 
 def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float]:
-    """Return at most `limit` (4 or more) of the points, in step order: the ends, and the extremes of each stretch.
-
-    No spike is lost that way. Points that cannot be drawn are left out: those that are not finite, and those so far out
-    that the distance between two ticks is beyond a float's precision.
-    """
+    """Return at most `limit` (4 or more) of the points, in step order: the ends, and the extremes of each stretch, so
+    that no spike is lost. Points that cannot be drawn are left out."""
     steps = sorted(step for step, value in points.items() if abs(value) <= _DRAWN)
     if len(steps) <= limit:
         return {step: points[step] for step in steps}
@@ -121,11 +115,8 @@ def downsample(points: Mapping[int, float], limit: int = 120) -> dict[int, float
 
 
 def smoothed(points: Mapping[int, float], stretch: float = 0.02) -> dict[int, float]:
-    """The mean around each point, over about `stretch` of all points.
-
-    Centred, and narrow at the start, so that it does not lag a steep fall; only the past counts at the end, so that it
-    does not end on the last point's noise.
-    """
+    """Return the mean around each point, over about `stretch` of all points. It is centred, and narrow at both ends, so
+    that it neither lags a steep fall nor ends on the last point's noise."""
     finite = {step: value for step, value in sorted(points.items()) if math.isfinite(value)}
     sums, last, averages = [0.0, *accumulate(finite.values())], len(finite) - 1, {}
     for number, step in enumerate(finite):

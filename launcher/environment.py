@@ -90,15 +90,9 @@ def node_environment(
 def combined(
     platform: Iterable[Entry], job: Mapping[str, str], overrides: Mapping[str, str], network: Network | None
 ) -> list[Entry]:
-    """Return all variables of the node's container. Variables that scripts set come last: people see them, but they
-    are not sent.
-
-    The user's overrides replace the profile's variables. The job's variables must agree with all others, because a
-    program that chooses another transport than its network's would be slow without a message.
-
-    Raises:
-        ConfigProblem: names every variable that is set twice, and every name that a variable cannot have.
-    """
+    """Return all variables of the node's container; those that scripts set come last, and are not sent. Raises
+    ConfigProblem with every variable that is set twice: one that chooses another transport would be slow without a
+    message."""
     by_platform = {entry.name: entry for entry in platform}
     by_profile: dict[str, Entry] = {}
     by_script: dict[str, Entry] = {}

@@ -122,12 +122,8 @@ def finding_of(error: Exception, code: str) -> Finding:
 
 
 def raise_on_errors(findings: Iterable[Finding]) -> list[Finding]:
-    """Return the findings if none is an error or unknown.
-
-    Raises:
-        DataError: all problems are the corpus'.
-        ConfigProblem: it names every problem, so that one round of changes is enough, and has their failure class.
-    """
+    """Return the findings if none is an error or unknown. Raises ConfigProblem, or DataError for the corpus, with every
+    problem and their failure class."""
     findings = list(findings)
     problems = [finding for finding in findings if finding.severity in {"error", "unknown"}]
     if not problems:

@@ -40,13 +40,7 @@ class Service:
 
 @translating
 def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
-    """Raise errors of Google's libraries as ours, with what was being done. Those named in `unless` end the block.
-
-    Raises:
-        NotInstalled: a library is missing.
-        LoginProblem: credentials are missing or were refused.
-        LauncherError: the service's `denied_error` if it refused, its `unavailable_error` without a usable answer.
-    """
+    """Raise errors of Google's libraries as ours, with what was being done. Those named in `unless` end the block."""
     # Not chained: a traceback may show the headers that were sent, and with them the token.
     try:
         from google.api_core import exceptions as api

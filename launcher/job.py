@@ -108,15 +108,8 @@ class Job:
         self, *, node_rank: str, master: str, directory: str, grace: int, run_id: str | None = None,
         log_flags: Sequence[str] = (), stage: Sequence[str] | None = None,
     ) -> list[str]:  # fmt: skip
-        """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`.
-
-        Args:
-            directory: the node's own, for logs and error files.
-            log_flags: where the copies of its logs go, which outlive the node.
-            grace: seconds that ranks have to save before they end.
-            run_id: by default the attempt's name.
-            stage: by default the job's own.
-        """
+        """Return the command of one node, without `python`. Numbers and addresses may be `env:NAME`. `directory` is the
+        node's own; `log_flags` name the copies of its logs, which outlive it."""
         addresses = self.stage if stage is None else stage
         return [
             "-m", "litgpt_demo", "node",

@@ -15,11 +15,7 @@ _LARGEST = 1_000_000
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file.
-
-    Raises:
-        ConfigProblem: the file cannot be read, is not YAML, or does not hold a mapping.
-    """
+    """Return the mapping in a YAML file. Raises ConfigProblem for anything else."""
     try:
         with path.open("rb") as file:  # a pipe has no size that could be asked first
             content = file.read(_LARGEST + 1)
@@ -64,11 +60,7 @@ _MISTAKES = {
 
 
 def load_yaml(text: str) -> Any:
-    """Return the value of a YAML text, None for an empty text.
-
-    Raises:
-        yaml.YAMLError: the text is not YAML, or a mapping has a key twice (PyYAML alone would take the last).
-    """
+    """Return the value of a YAML text, None for an empty text. A key that a mapping has twice is an error."""
     loader = _Loader(text)
     try:
         root = loader.get_single_node()

@@ -39,11 +39,8 @@ def is_collected_by_a_job(run: Run) -> bool:
 
 
 class Collector:
-    """The process that collects a run's model, so that torch and its memory stay out of the orchestrator.
-
-    It starts shortly before the training's last step, makes and checks the models while the job ends, and stores them
-    when `collect` is called.
-    """
+    """The process that collects a run's model, so that torch and its memory stay out of the orchestrator. It starts
+    shortly before the training's last step, and stores the models when `collect` is called."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -112,10 +109,6 @@ async def collect_checkpoints(run: Run, collector: Collector, *, image: str | No
 
 
 async def _collected(run: Run, collector: Collector) -> tuple[FinalManifest, bool]:
-    """Collect under the run's lease, or wait until another orchestrator has collected.
-
-    Returns the final manifest, and whether another orchestrator has written it.
-    """
     with Lease(Index(run.root), run.name) as lease:
         while True:
             is_leader = await asyncio.to_thread(lease.take)

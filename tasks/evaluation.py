@@ -41,10 +41,7 @@ _SCORING = "Running "  # begins the name of what takes long, as lm-evaluation-ha
 
 @step_task(Step.EVALUATION.task, retry=False)
 async def evaluate(run: str, evaluation: EvaluationConfig) -> FinalManifest:
-    """Score the collected model of the run at an address, unless it is scored already; return the model's manifest.
-
-    The scores are on the model's card and in Prefect.
-    """
+    """Score the collected model of the run at an address, unless it is scored already; return the model's manifest."""
     emit(StepStarted(step=Step.EVALUATION, what=", ".join(evaluation.tasks)))
     raise_on_errors(check_evaluation(evaluation))
     storage = open_storage(run)
@@ -84,11 +81,8 @@ async def _alone(run: Storage) -> AsyncIterator[None]:
 
 
 class CheckpointScores:
-    """Scores every N-th checkpoint (`evaluation.every_checkpoints`) in parallel to the training, one at a time.
-
-    It works while it is entered. The stage of evaluation scores the last step. A checkpoint that cannot be scored
-    causes a warning, and never ends the training.
-    """
+    """Scores every N-th checkpoint (`evaluation.every_checkpoints`) in parallel to the training, one at a time, while
+    it is entered. A checkpoint that cannot be scored causes a warning, and never ends the training."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._due, self._steps = run, asyncio.Queue[int | None](), 0

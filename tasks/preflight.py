@@ -36,11 +36,8 @@ T = TypeVar("T")
 async def prepare_job(
     claim: Claim, work: Run | Script, inputs: Callable[[bool], Coroutine[Any, Any, T]]
 ) -> tuple[T, SoftwareIdentity]:
-    """Do everything that comes before a job: the preflight, then inputs and image in parallel, then access.
-
-    A live job that the claim reattaches to has passed all of it, which `inputs` is called with. Its image is built only
-    if no record names it, because a new attempt would need it.
-    """
+    """Do everything that comes before a job: the preflight, then inputs and image in parallel, then access. A live job
+    has passed all of it, and its image is built only if no record names it."""
     live = await query_platform(claim, claim.attempts.live)
     reattaches = live is not None and claim.should_reattach(live)
     if reattaches:
@@ -58,12 +55,9 @@ async def prepare_job(
 
 
 async def preflight(claim: Claim, work: Run | Script) -> None:
-    """Refuse what cannot work, and resolve conflicts with other jobs of the config's name.
-
-    With `launch.if_running=cancel` the other jobs are cancelled only after the checks have passed. A live job of the
-    same run on another platform is cancelled later, when the new one is ready to be submitted. A finished run starts no
-    job that could be in the way of another one.
-    """
+    """Refuse what cannot work, and resolve conflicts with other jobs of the config's name. With
+    `launch.if_running=cancel` they are cancelled only after the checks have passed. A finished run starts no job that
+    could conflict."""
     check = partial(report_findings, partial(findings_of, claim.config, {"": work}), artifact=claim.attempts.run)
     if claim.config.launch.if_running == "cancel":
         await check()

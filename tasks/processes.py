@@ -48,11 +48,8 @@ class Child:
         self, result: Callable[[], T | None], *, on_line: OnLine = lambda _: None,
         on_progress: OnProgress = lambda *_: None, fix: str = "",
     ) -> T:  # fmt: skip
-        """Wait for its end and return its `result`.
-
-        Without a result, raise an error with the failure class of its exit code and the last line that it printed. The
-        default fix is that of the class.
-        """
+        """Wait for its end and return its `result`. Without one, raise an error with the failure class of its exit code
+        and the last line that it printed."""
         # It has its own thread, because the event loop has only a few, for calls of seconds.
         pool = ThreadPoolExecutor(1)
         try:

@@ -190,10 +190,8 @@ async def publish_report(
 
 
 class LiveReport:
-    """While it is entered, the flow run shows the report and its address.
-
-    report.html is written after checkpoints, at most once a minute, and after a failure.
-    """
+    """Shows the report and its address while it is entered. report.html is written after checkpoints, at most once a
+    minute, and after a failure."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._news = run, asyncio.Event()

@@ -122,13 +122,10 @@ async def run_job(
     claim: Claim, *, max_restarts: int, restarts: RestartSettings | None = None,
     on_row: Callable[[Row], None] = lambda row: None, step: int = 0, watch: CancelWatch | None = None,
 ) -> AttemptRecord:  # fmt: skip
-    """Reattach to a job or start it, restart it as its policy says, and return the attempt that ended well.
-
-    One of a run's orchestrators leads: it holds the lease, starts attempts, records their diagnoses and emits the run's
-    events. The others follow until the lease is free. A resumed flow run continues the count of its attempts, and a new
-    command begins a new one. `step` is the run's newest checkpoint; 0 without one, and for every script. `watch` has
-    looked for cancellations since the flow began.
-    """
+    """Reattach to a job or start it, restart it as its policy says, and return the attempt that ended well. The
+    orchestrator that holds the run's lease starts attempts, records their diagnoses and emits events; the others
+    follow. A resumed flow run continues the count of attempts, a new command begins a new one. `step` is the run's
+    newest checkpoint, 0 without one."""
     claim = replace(claim, flow_runs=flow_runs())
     attempts = claim.attempts
     if watch is None:
@@ -182,11 +179,8 @@ class _Orchestrator:
     """The diagnosis of `last_ended`, if this orchestrator has followed that attempt to a bad end."""
 
     async def follow(self) -> AttemptRecord | None:
-        """Follow the leader's attempts until this orchestrator has the lease, and return None then.
-
-        Nothing is created, recorded or cancelled. Returns an attempt that ended well; JobFailed if the leader has
-        stopped for good.
-        """
+        """Follow the leader's attempts until this orchestrator has the lease, and return None then; or return an
+        attempt that ended well. Nothing is created, recorded or cancelled."""
         claim, attempts = self.claim, self.claim.attempts
         is_waiting = False
         while not await self._try_to_lead(unless_stopped_after=self.last_ended if self.diagnosis else 0):
@@ -213,10 +207,8 @@ class _Orchestrator:
         return None
 
     async def lead(self) -> AttemptRecord | None:
-        """Start attempts and record their diagnoses until one ends well, and return it.
-
-        Returns None if another orchestrator has the lease by now; JobFailed if the policy allows no further attempt.
-        """
+        """Start attempts and record their diagnoses until one ends well, and return it; None if another orchestrator
+        has the lease by now."""
         if self.lease.inherited is not None:
             attempts = self.claim.attempts
             inherited = await asyncio.to_thread(
@@ -407,11 +399,8 @@ def _emit_job_changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> N
 async def await_job(
     claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease
 ) -> Diagnosis | None:
-    """Follow the attempt to its end; return None if it ended well, and its diagnosis otherwise.
-
-    Raises JobCancelled if somebody stopped it, JobRefused if its platform does not run it, and PlatformUnreachable if
-    the platform stays silent: the job is then left alone. Events are emitted while the lease is held.
-    """
+    """Follow the attempt to its end; return None if it ended well, and its diagnosis otherwise. If the platform stays
+    silent, the job is left alone. Events are emitted while the lease is held."""
     platform, job_id, index = claim.attempts.open_platform(record.platform), record.job_id, claim.attempts.index
     root = index.root.address()
     # The lines that an earlier orchestrator has logged are not logged again.

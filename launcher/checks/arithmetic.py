@@ -252,11 +252,8 @@ def check_together(trials: Sequence[Needs]) -> Iterator[Finding]:
 
 
 def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
-    """Yield a finding if the training does not fit in the memory of a process, with a change that would fit.
-
-    Weights, gradients and optimizer state must fit. The rest is an estimate: it is an error only if no inaccuracy of
-    the estimate could make it fit.
-    """
+    """Yield a finding if the training does not fit in the memory of a process, with a change that would fit. It is an
+    error only if no inaccuracy of the estimate could make it fit."""
     needed = needs(config, vocab_size=vocab_size)
     if needed is None or needed.device is None or needed.fits:
         return

@@ -42,12 +42,8 @@ def chosen_image(config: RunConfig | ScriptConfig) -> Image:
 
 
 def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -> Iterator[Finding]:
-    """Yield how a config's image fits its network and machines. A registry is queried only for an existing image, and
-    only if the nodes need a plugin to communicate.
-
-    Once the image exists as `pinned`, the labels tell what a user's own Dockerfile has made. For an image of ours the
-    settings suffice: its content was compared with them when it was built.
-    """
+    """Yield how a config's image fits its network and machines. Once a user's own image exists as `pinned`, its labels
+    are compared; those of our images were compared with the settings when they were built."""
     image, fabric = chosen_image(config), config.platform.fabric
     network = fabric if fabric is not None and fabric.node.plugged_in else None
     reference = pinned or (image.reference if isinstance(image, PrebuiltImage) else None)

@@ -68,13 +68,8 @@ class Plan:
 
 
 def plan_of(config: AnyConfig) -> Plan:
-    """Return what a config would do, as far as this machine can see, and all that would refuse the run.
-    For a sweep that is every trial with its memory and cost, and their sum; findings of all trials appear once.
-
-    Raises:
-        ConfigProblem, UserError: the config cannot be planned.
-        DataError: its dataset is damaged.
-    """
+    """Return what a config would do, as far as this machine can see, and all that would refuse the run. Findings that
+    the trials of a sweep share appear once."""
     works = _works(config, preview=True)
     inspections = [_inspect(work) for work in works.values()]
     found = [list(inspection.findings) for inspection in inspections]
@@ -375,12 +370,8 @@ def _blockers_of(inspection: Inspection, once: Callable[[str, str, Callable[[], 
 
 
 def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = None) -> list[Finding]:
-    """Return what blocks this config. `works` is what it starts, by title, if it is planned already: planning is
-    expensive, because it reads every file of the corpus and all code.
-
-    Raises:
-        PlatformUnreachable: the attempts of what is about to start cannot be queried.
-    """
+    """Return what blocks this config. `works` is what it starts, by title, if it is planned already: planning reads
+    every file of the corpus and all code."""
     works = works or _works(config)
     inspections = []
     for work in works.values():

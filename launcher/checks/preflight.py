@@ -54,12 +54,7 @@ _PIECES = 32  # of tokens, that wait to be hashed where the root is a bucket (li
 
 
 def check_access(config: RunConfig | ScriptConfig) -> str:
-    """Write a small file under the root and remove it, and query the platform. Returns a sentence about both.
-
-    Raises:
-        LoginProblem: the storage or the platform denies access.
-        PlatformUnreachable, Unreachable: one of them does not answer.
-    """
+    """Write a small file under the root and remove it, and query the platform. Returns a sentence about both."""
     storage = open_storage(config.root)
     probe = f"{PROBE}-{socket.gethostname()}-{os.getpid()}"
     try:

@@ -30,11 +30,8 @@ STACK_DOCKERFILE = DOCKERFILE_OF_OURS.parent / "stacks" / "Dockerfile"
 
 
 def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time.sleep) -> SoftwareIdentity:
-    """Make sure that the image is in its registry, and pin it; `log` gets the builder's lines.
-
-    A root in a bucket holds contexts for remote builders. An ImageProblem has the last lines of the output and the
-    advice. After an ImageUnreachable, a retry is safe.
-    """
+    """Make sure that the image is in its registry, and pin it; `log` gets the builder's lines. A root in a bucket holds
+    contexts for remote builders."""
     match image:
         case NoImage():
             return software_identity()
@@ -68,10 +65,7 @@ def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time
 
 def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     """Return the builds, each based on the one before: our own image is its stack's packages, and our code upon them.
-
-    Each has a key, a hash of Dockerfile, build arguments, base, platform and the files it can copy. A base is pinned by
-    its digest, because a tag can move. Raises ImageProblem if a file cannot be read, or the base does not exist.
-    """
+    The key is a hash of all inputs. A base is pinned by its digest, because a tag can move."""
     folder, args, stack, contents = Path(image.context), dict(image.build_args), image.installed, image.contents
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
     base = image.base or (args.get("BASE") if image.dockerfile is None else None)

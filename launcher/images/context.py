@@ -38,11 +38,8 @@ Pause = Callable[[float], None]
 
 
 class Context:
-    """The files of a build, as they were when they were hashed, which is when this is made.
-
-    `ignored` are lines after those of the folder's .dockerignore. `pip_config` is a pip.conf that the build needs, and
-    that neither its result holds nor the digest counts: it may hold a password.
-    """
+    """The files of a build, as they were when this was made. `ignored` are further lines of .dockerignore. Neither the
+    result nor the digest contains `pip_config`, which may hold a password."""
 
     def __init__(
         self, folder: Path, dockerfile: Path, *, ignored: Sequence[str] = (), pip_config: str | None = None
@@ -107,11 +104,8 @@ class Build:
 
 
 def read_ignore_file(context: Path, *, after: Sequence[str] = ()) -> PatternMatcher:
-    """Return the rules of the context's .dockerignore. The file itself is never sent: it acts by its rules alone.
-
-    Patterns of `after` come after the file's own, which therefore cannot take them back (`!pattern`). A ValueError if
-    the file is not UTF-8, or a line of it is not a pattern.
-    """
+    """Return the rules of the context's .dockerignore, which is never sent itself. Patterns of `after` come last, so
+    that the file cannot take them back (`!pattern`)."""
     file = context / ".dockerignore"
     lines = file.read_text("utf-8-sig").splitlines() if file.exists() else []
     return PatternMatcher([*lines, *after, file.name])

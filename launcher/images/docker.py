@@ -110,11 +110,8 @@ def _plain_http(reference: str) -> list[str]:
 def run_engine(
     engine: str, arguments: Sequence[str], *, subject: str, log: Log, pause: Pause, stdin: IO[bytes] | None = None
 ) -> list[str]:
-    """Run `<engine> <arguments>` on the image `subject` and give `log` its lines as they come; returns the last ones.
-
-    `pause` is called with 0 seconds while the engine is silent; if it or `log` raises, the engine is ended. An
-    ImageUnreachable if it failed because a registry does not answer, or stopped in mid-answer; else an ImageProblem.
-    """
+    """Run `<engine> <arguments>` on the image `subject` and return its last lines; `log` gets all. `pause` is called
+    with 0 seconds while the engine is silent; if it or `log` raises, the engine is ended."""
     # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands SOURCE_DATE_EPOCH on
     environment = {"SOURCE_DATE_EPOCH": str(TIME), **os.environ, "BUILDKIT_PROGRESS": "plain"}
     if engine == "docker" and arguments[0] == "build":

@@ -247,12 +247,8 @@ class _Registry:
 
     @contextmanager
     def _answer(self, method: str, where: str, name: str) -> Iterator[httpx.Response]:
-        """Ask, and once more with a login if the registry wants one, which then goes with every further question.
-
-        What is neither a success nor a 404 is an error. Registries send a client that asks for a blob to their
-        storage, whose address is signed: the client leaves Authorization out there, and nobody but the registry itself
-        gets an answer to "who are you?".
-        """
+        """Send a request, and again with a login if the registry itself wants one. A blob's storage, which the client
+        is redirected to, gets no credentials."""
         while True:
             url = self._url(where, name)
             with self._client.stream(method, url, headers=self._headers, follow_redirects=True) as answer:
@@ -331,11 +327,8 @@ def _basic(login: Login) -> str:
 
 
 def stored_login(host: str) -> Login | None:
-    """Return what Podman's and Docker's own configurations hold for a registry: the first that holds anything.
-
-    Podman's is where https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md says. An
-    ImageOutOfSight if one cannot be used, or its credential helper fails.
-    """
+    """Return the login that Podman's configuration holds for a registry, or else Docker's.
+    https://github.com/containers/image/blob/main/docs/containers-auth.json.5.md"""
     from docker.auth import load_config  # here, for it takes a while, and most images are public
 
     podman = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/containers/{os.getuid()}") / "containers" / "auth.json"

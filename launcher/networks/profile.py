@@ -228,10 +228,8 @@ def daemon(
     name: str, image: str, command: list[str], *mounts: Object, rights: list[str], privileged: bool,
     variables: Mapping[str, str] | None = None, probe: Object | None = None,
 ) -> Object:  # fmt: skip
-    """A receive daemon as a native sidecar: it is up before the training and ends after it.
-
-    It has the host's volumes `libraries`, `sys` and `proc-sys`, besides `mounts`; `rights` are capabilities.
-    """
+    """Return a receive daemon as a native sidecar: it is up before the training and ends after it. `rights` are
+    capabilities."""
     environment = {"LD_LIBRARY_PATH": LIBRARIES, **(variables or {})}
     return {
         "name": name,
@@ -265,13 +263,8 @@ def tag_of(release: str) -> str:
 
 
 def find_pair(pairs: tuple[ReleasePair, ...], tag: str, daemon_tag: str, *, name: str, daemon: bool) -> ReleasePair:
-    """Return the pair that two tags name, by default the first one. `daemon` says whether the network has daemons.
-
-    An unknown plugin is accepted with its daemon: a user may have a newer release.
-
-    Raises:
-        ConfigProblem: a tag is `latest`, or the daemon of an unknown plugin is not named.
-    """
+    """Return the pair that two tags name, by default the first one. An unknown plugin is accepted with its daemon: a
+    user may have a newer release."""
     releases = ", ".join(pair.plugin for pair in pairs)
     for option, text in (("plugin", tag), ("daemon", daemon_tag)):
         if text == "latest":
@@ -296,13 +289,8 @@ def image_for(release: str, image: str, tag: str | None, registry: str) -> str:
 def released(
     options: PluginOptions, pairs: tuple[ReleasePair, ...], *, name: str, plugin: str, daemon: str = "", manifest: str
 ) -> Released:
-    """Return the plugin and the daemon that options name.
-
-    Args:
-        pairs: the known releases, the default first.
-        plugin, daemon: the publisher's images, without tags.
-        manifest: the address of the installer's manifest.
-    """
+    """Return the plugin and the daemon that options name. The first of the `pairs` is the default; `plugin` and
+    `daemon` are the publisher's images, without tags."""
     release = options.network_plugin or ""
     daemon_release = getattr(options, "network_daemon", None) or ""
     pair = find_pair(pairs, tag_of(release), tag_of(daemon_release), name=name, daemon=bool(daemon))

@@ -58,10 +58,8 @@ class Chart:
 
 
 def svg(chart: Chart, *, width: int, height: int) -> str:
-    """The chart as an `<svg>` element that scales with its container; the same chart gives the same text.
-
-    `width` and `height` are in pixels at the size where its labels are as tall as small print.
-    """
+    """Return the chart as an `<svg>` element that scales with its container. Pixels are those at which its labels are
+    as tall as small print."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator

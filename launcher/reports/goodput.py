@@ -151,10 +151,7 @@ class Ledger:
 
 
 def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: RecordedPrice | None = None) -> Ledger:
-    """Return the ledger of a run, from its attempts, the oldest first, and its metrics, in the order of writing.
-
-    `price` is the price of attempts whose platform this version cannot read; the others have their own.
-    """
+    """Return the ledger of a run. `price` is that of attempts whose platform this version cannot read."""
     book = Ledger(price=price)
     if attempts:
         book.now = attempts[0].record.created

@@ -405,10 +405,7 @@ def template(name: str) -> Template:
 
 
 def printable(text: str) -> str:
-    """`text` without what no page and no database takes: control characters, half characters, reversed text.
-
-    Postgres refuses NUL.
-    """
+    """Return `text` without what no page and no database takes: control characters, half characters, reversed text."""
     kept = text.replace("\r\n", "\n").replace("\r", "\n")
     return re.sub(f"[{ACTIVE}]", "\ufffd", kept)
 

@@ -91,12 +91,7 @@ class Outcome:
 def outcome_of(
     trial: Trial, run: Run, times: Sequence[AttemptTimes], *, final: FinalManifest | None = None, ended: str = ""
 ) -> Outcome:
-    """Return the result of a trial from its run's folder.
-
-    Args:
-        times: of the run's attempts.
-        final: the manifest of its model.
-    """
+    """Return the result of a trial from its run's folder; `final` is the manifest of its model."""
     rows = read_metrics(run.storage)
     progress = summary(rows)
     price = read_document(run.storage).price if times else None
@@ -192,10 +187,8 @@ def html(name: str, outcomes: Sequence[Outcome], search: Search) -> str:
 
 
 def pictures(search: Search, larger: Collection[str]) -> list[tuple[str, str]]:
-    """Return Optuna's pictures, each a caption and an SVG element; pictures that need more trials are left out.
-
-    Larger values of the objectives in `larger` are better.
-    """
+    """Return Optuna's pictures, each a caption and an SVG element. Larger values of the objectives in `larger` are
+    better."""
     study = search.study
     if study is None:
         return []

@@ -62,11 +62,8 @@ class Attempt:
 
 
 def recorded_platform(section: Mapping[str, Any], trusted: PlatformSettings | None = None) -> Platform:
-    """Open the platform of a record's `platform` section. A record is not trusted: see `open_recorded`.
-
-    `trusted` is the section of the user's config. Raises ConfigProblem if this version cannot read the record, or if it
-    names a place where credentials are not sent without the user's word.
-    """
+    """Open the platform of a record's `platform` section, which is not trusted (`open_recorded`). `trusted` is the
+    section of the user's config."""
     try:
         settings: PlatformConfig = TypeAdapter(PlatformConfig).validate_python(section)
     except ValidationError as error:
@@ -76,11 +73,8 @@ def recorded_platform(section: Mapping[str, Any], trusted: PlatformSettings | No
 
 
 def platform_opener(trusted: PlatformSettings | None = None) -> OpenPlatform:
-    """Return `recorded_platform` for a user's config with this `platform` section, or for no config.
-
-    Each platform is reused for ten minutes, with its login, its connections and the states of its jobs. Its address may
-    change while a run continues for weeks.
-    """
+    """Return `recorded_platform` for a user's config. Each platform is reused for ten minutes, with its login and its
+    connections: its address may change while a run continues for weeks."""
     opened, lock = dict[str, tuple[float, Platform]](), Lock()
 
     def open_platform(section: Mapping[str, Any]) -> Platform:
@@ -133,10 +127,8 @@ class Attempts:
         return last.number if last.status.state.is_live else last.number + 1
 
     def cleanup_last_attempt(self) -> None:
-        """Remove the remaining resources of the last attempt, if it has ended: they must not compete with the next one.
-
-        Skips an attempt that was created but not submitted yet, and local jobs of other hosts.
-        """
+        """Remove the remaining resources of the last attempt, if it was submitted and has ended: they must not compete
+        with the next one."""
         last = self.last()
         if last is None or last.status.state.is_live or self.only_on_submit_host(last.record):
             return
@@ -146,12 +138,8 @@ class Attempts:
             self.platform_of(last.record).cancel(last.record.job_id)
 
     def cancel(self, *, patience: float = 0.0) -> list[JobId]:
-        """Cancel the live jobs, prove their end, and return them; the run's orchestrators start nothing more of it.
-
-        Every attempt without a recorded end is queried, so that [] means that nothing runs. A platform that does not
-        answer is queried again for `patience` seconds. If it refuses (the job is another user's), no request remains,
-        which would end the run at its next attempt.
-        """
+        """Cancel the live jobs, prove their end, and return them; the run's orchestrators start nothing more of it. If
+        the platform refuses (the job is another user's), no request remains, which would end the run later."""
         request = self.index.request_cancel(self.run)
         try:
             return self.stop(patience=patience)
@@ -194,10 +182,8 @@ class Attempts:
         return not self.open_platform(record.platform).is_remote_service and record.machine != this_machine()
 
     def platform_of(self, record: AttemptRecord) -> Platform:
-        """Return the platform that an attempt was submitted to.
-
-        Raises DataError if the record's job id does not belong to this attempt, as in a forged record.
-        """
+        """Return the platform that an attempt was submitted to. A job id of another attempt, as in a forged record, is
+        a DataError."""
         if self.only_on_submit_host(record):
             what = f"attempt {record.attempt} of {record.run} was started on {record.host}"
             fix = f"run the command there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
@@ -217,12 +203,8 @@ def cancel_all(
     patience: float = timeouts.CANCELLATION,
     report_after: float = 30.0,
 ) -> tuple[list[str], list[TrainLitgptError]]:
-    """Cancel the jobs of all these runs in parallel, so that no job waits until another one has saved.
-
-    `log` gets the remaining resources of a job that takes longer than `report_after` seconds to end. A platform that
-    does not answer is queried again for `patience` seconds. Returns the runs whose jobs were cancelled, with proof that
-    nothing of them remains, and the problems of the others.
-    """
+    """Cancel the jobs of all these runs in parallel; return the runs whose jobs are proved to be cancelled, and the
+    problems of the others. `log` gets what remains of a job after `report_after` seconds."""
     cancelled, problems = list[str](), list[TrainLitgptError]()
     with ThreadPoolExecutor(max_workers=max(1, len(runs))) as pool:
         futures = {pool.submit(attempts.cancel, patience=patience): attempts for attempts in runs}
@@ -287,10 +269,8 @@ class Claim:
         return nodes_to_exclude(diagnoses, times=restarts.exclude_machine_after)
 
     def should_reattach(self, last: Attempt) -> bool:
-        """Return whether the claim continues the last attempt instead of starting one.
-
-        The attempt's job is live on the config's platform and writes under this root, or it was never submitted.
-        """
+        """Return whether the claim continues the last attempt: its job is live on the config's platform and writes
+        under this root, or it was never submitted."""
         record = last.record
         if last.status.state.is_live:
             return not self._conflict(record)
@@ -314,12 +294,9 @@ class Claim:
     def reattach_or_create(
         self, *, ended: int = 0, exclude: tuple[str, ...] = (), leads: Callable[[], bool] = lambda: True
     ) -> AttemptRecord | None:
-        """Return the attempt to reattach to, or create the next one, which avoids the machines `exclude`.
-
-        Only the holder of the run's lease may call this: it returns None if `leads` says that another process holds it
-        by now. Nothing is submitted. `ended` is the last attempt that has ended, even if its platform has forgotten it.
-        Raises RunIsLive for a live job that the claim cannot reattach to.
-        """
+        """Return the attempt to reattach to, or create the next one, which avoids the machines `exclude`. Nothing is
+        submitted. Returns None if `leads` says that another process holds the lease by now. `ended` is the last attempt
+        that has ended, even if its platform has forgotten it."""
         unknown = self.make_job(1).unknown
         if unknown:
             raise ConfigProblem(f"{self.attempts.run} can be inspected, but not started: {unknown}")
@@ -379,10 +356,7 @@ class Claim:
 
 
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
-    """Return the claim on a planned run. Planning is expensive: it reads every file of the corpus, and all code.
-
-    Checkpoints beyond `steps` are no progress, if `steps` is set.
-    """
+    """Return the claim on a planned run. Checkpoints beyond `steps` are no progress, if it is set."""
     config = run.config
 
     def progress() -> int:
@@ -402,10 +376,8 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
 
 
 def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | None:
-    """Return the script that a flow run has started, None before that: a resumed flow run continues it.
-
-    The folder that the config mounts may have other code by now. Raises DataError if the code is not under the root.
-    """
+    """Return the script that a flow run has started, None before that. A resumed flow run continues it, also if the
+    folder that the config mounts has other code by now."""
     record = _started_by(config, flow_run) if config.code is not None else None
     if record is None or record.code is None:
         return None
@@ -413,10 +385,8 @@ def script_of_flow_run(config: ScriptConfig, flow_run: str | None) -> Script | N
 
 
 def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
-    """Return the training that a flow run has started, None before that: a resumed flow run continues it.
-
-    The corpus is not read, because the run's dataset is done: it may have changed or gone by now.
-    """
+    """Return the training that a flow run has started, None before that. A resumed flow run continues it, also if the
+    corpus has changed or gone by now."""
     record = _started_by(config, flow_run)
     if record is None:
         return None
@@ -469,10 +439,7 @@ def resolve_name_conflicts(
     open_platform: OpenPlatform | None = None,
 ) -> DamagedRecords:
     """Refuse to start `run` beside a live job of the config's name, or cancel or keep it, as `launch.if_running` says.
-
-    Trials of one sweep are no conflict and are not queried. Raises PlatformUnreachable if the state of a job is
-    unknown, and DataError if its record is damaged. For a trial such records are returned instead.
-    """
+    Trials of one sweep are no conflict. For a trial, damaged records are returned instead of raised."""
     sweep = config.launch.sweep or sweep
     index, bad = Index.of(config.root), DamagedRecords()
     if config.launch.if_running == "keep":

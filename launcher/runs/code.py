@@ -85,10 +85,8 @@ class CodeArchive:
         return f"{CODE}/{self.sha256}.tar"
 
     def ship(self, root: Storage) -> bool:
-        """Put the archive under the root unless it is there; return whether it was put. A new folder is its owner's.
-
-        A DataError where something else is there under its name.
-        """
+        """Put the archive under the root unless it exists; return whether it was put. A new folder is private to its
+        owner."""
         if not root.exists(self.path):
             if (folder := root.within(CODE).local_path()) is not None:
                 with translate_os_errors(root.address(CODE)):
@@ -103,11 +101,7 @@ class CodeArchive:
 
 
 def pack_code(mount: str, *, root: str) -> CodeArchive:
-    """Return the archive of a folder: all of its files but the root, and what .dockerignore and our own list name.
-
-    A ConfigProblem where it is no folder, has no files, too many or too large ones, or links that lead elsewhere; or a
-    file cannot be read, becomes shorter meanwhile, or holds a private key.
-    """
+    """Return the archive of a folder: all of its files but the root, and what .dockerignore and our own list name."""
     content = io.BytesIO()
     try:
         folder = Path(mount).expanduser().resolve()

@@ -171,13 +171,8 @@ class RootCauseCandidate(Diagnosis):
 def diagnose(
     status: JobStatus, reports: Iterable[NodeReport], tail: Iterable[LogLine], *, logs: str, nodes: int | None = None
 ) -> Diagnosis:
-    """Return the diagnosis of an attempt that failed.
-
-    Args:
-        reports: `node_reports` of the attempt; killed nodes left none.
-        tail: the last log lines, which are the evidence if there is no other.
-        nodes: the number of nodes, if it is known. A node without any trace is a candidate too.
-    """
+    """Return the diagnosis of an attempt that failed. `tail` is the evidence if there is no other. One of the `nodes`
+    without any trace is a candidate too."""
     # The report of an evicted node says at most that the node was asked to leave.
     usable = [report for report in reports if report.node not in status.evictions]
     failed = [report for report in usable if report.exit_code != 0]

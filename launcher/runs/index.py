@@ -209,10 +209,8 @@ class Index:
         return self._readable([attempt for attempt in attempts if _has_name(attempt, name)], bad)
 
     def unended(self, name: str, bad: DamagedRecords) -> list[AttemptRecord]:
-        """Return the last attempt of each run of this name unless its end is recorded; `bad` gets the damaged records.
-
-        This lists the index once, and reads only the records that it returns.
-        """
+        """Return the last attempt of each run of this name unless its end is recorded; `bad` gets the damaged
+        records."""
         paths = self._folder.list()
         ended = set(_find_attempts(".ended.json", paths))
         newest = _newest_of_each(_find_attempts(".json", paths))

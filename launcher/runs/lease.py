@@ -94,10 +94,8 @@ class FolderLease:
             self.release()
 
     def take(self, *, unless_stopped_after: int = 0) -> bool:
-        """Take the lease if it is free, and return whether this process has it.
-
-        A holder that has stopped for good after the attempt `unless_stopped_after` keeps it.
-        """
+        """Take the lease if it is free, and return whether this process has it. A holder that has stopped for good
+        after the attempt `unless_stopped_after` keeps it."""
         with self._taking:
             return not self._closed and self._take(unless_stopped_after)
 

@@ -56,10 +56,8 @@ class Target:
 
 
 def resolve_target(query: str, *, root: str) -> Target:
-    """Return the run or sweep that a query names: by its name, its unique beginning, `@last`, or the folder of a run.
-
-    Raises UnknownRun if there is none, or several.
-    """
+    """Return the run or sweep that a query names: by its name, its unique beginning, `@last`, or the folder of a
+    run."""
     if "/" in query:  # `<root>/runs/<run>`, or something below it
         return _run_of_folder(query)
     index = Index.of(root)
@@ -93,11 +91,8 @@ def _run_of_folder(query: str) -> Target:
 
 
 def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Target:
-    """Return the run or sweep that was started with a config, even if its corpus has changed since.
-
-    Of several runs with mounted code it is the run of the present code, or else the only live run. Raises UnknownRun if
-    none was started, or several were, for example because the corpus changed in between.
-    """
+    """Return the run or sweep that was started with a config, even if its corpus has changed since. Of several with
+    mounted code it is the run of the present code, or else the only live one."""
     index, opener = Index.of(config.root), platform_opener(config.platform)
     none = "nothing has been started with this config"
     if isinstance(config, BenchmarkConfig) or (isinstance(config, ScriptConfig) and config.code is None):
@@ -225,11 +220,8 @@ class RunRow:
 def run_rows(
     index: Index, runs: Sequence[str] = (), *, bad: DamagedRecords | None = None, open: OpenPlatform | None = None
 ) -> list[RunRow]:
-    """Return a row for each run of an index, or for `runs` alone where there are any, the newest first.
-
-    A platform that does not answer makes that run's state unknown, with the reason. `bad` gets the runs that have no
-    row, because their records are damaged.
-    """
+    """Return a row for each run of an index, or of `runs`, the newest first. If a platform does not answer, the row has
+    the reason; `bad` gets the damaged records."""
     flow_runs, open = index.flow_runs_of_attempts(), open or platform_opener()
 
     def row(record: AttemptRecord) -> RunRow:
@@ -309,10 +301,7 @@ class OrphanedResource:
 
 
 def orphaned_resources(index: Index, *, open: OpenPlatform | None = None) -> list[OrphanedResource]:
-    """Return the remaining resources of every dead run of an index, by run and attempt: its last attempt has ended.
-
-    Jobs that only another machine can query are left out.
-    """
+    """Return the remaining resources of every run of an index whose last attempt has ended."""
     open = open or platform_opener()
 
     def of(run: str) -> list[OrphanedResource]:

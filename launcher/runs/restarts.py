@@ -58,10 +58,8 @@ class RestartPolicy:
         return rule.model_copy(update={"attempts": self.max_restarts})
 
     def decide(self, diagnoses: Sequence[AttemptDiagnosis]) -> Decision:
-        """Return what follows the last of these failed attempts, which are in order, oldest first.
-
-        A person has started an attempt that follows the end of the budget: it begins a new count.
-        """
+        """Return what follows the last of these failed attempts, oldest first. An attempt after the end of the budget
+        was started by a person, and begins a new count."""
         decision = Decision(wait=0.0)
         spent = Counter[FailureClass]()
         attempts_without_progress = 0
@@ -133,10 +131,8 @@ def _setting(fault: FailureClass) -> str:
 
 
 def without_machine(diagnosis: Diagnosis, earlier: Sequence[AttemptDiagnosis]) -> Diagnosis:
-    """Return the diagnosis, as a user error if a GPU of another machine has stopped at the same step.
-
-    A kernel's error is reported up to a step after the kernel, so that adjacent steps count as the same one.
-    """
+    """Return the diagnosis, as a user error if a GPU of another machine has stopped at the same step. Adjacent steps
+    count as the same one, because a kernel's error is reported up to a step later."""
     step, machine = diagnosis.step, diagnosis.machine
     if step is None or not machine:
         return diagnosis

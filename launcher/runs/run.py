@@ -87,11 +87,8 @@ class Run:
 
 
 def plan_run(config: RunConfig) -> Run:
-    """Return the run that this config means. Raises UserError if the corpus or the tokenizer does not exist.
-
-    The run id depends on the dataset, the model and the training, but neither on platform nor node count. The samples
-    do not depend on those, and a run that has lost half of its machines must be able to continue on the other half.
-    """
+    """Return the run that this config means. Its id depends on the dataset, the model and the training, but neither on
+    platform nor node count: a run that has lost half of its machines must be able to continue on the others."""
     return run_of(config, plan_dataset(config.data), origin_of(config))
 
 
@@ -150,11 +147,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
 def write_config(
     run: Run, spec: TrainingSpec, identity: SoftwareIdentity | None = None, *, attempt: int | None = None
 ) -> None:
-    """Write config.json in the attempt's folder, for its nodes, and in the run's: config, settings, code and price.
-
-    Also write the bill of materials of the code, if the contents of its image are known. Only the creator of an attempt
-    calls this, because a follower's config may differ.
-    """
+    """Write config.json in the attempt's folder, for its nodes, and in the run's, with the bill of materials if it is
+    known. Only the creator of an attempt calls this, because a follower's config may differ."""
     platform, recorded_price = run.config.platform, None
     price = platform.price
     if price is not None:

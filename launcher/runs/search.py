@@ -24,10 +24,8 @@ _TRIES = 50  # consecutive draws without a new trial after which a space counts 
 
 
 class Search:
-    """The draws of a sweep by their number, which is the order in which they are made.
-
-    A draw that makes no trial has a number too, so that a search that is resumed makes the draws of an undisturbed one.
-    """
+    """The draws of a sweep by their number, which is the order in which they are made. A draw that makes no trial has a
+    number too, so that a resumed search makes the same draws."""
 
     def __init__(self, sweep: SweepSettings) -> None:
         self._sweep, self.objectives = sweep, sweep.objectives
@@ -86,10 +84,8 @@ class Search:
         self.changes[number] = changes
 
     def ask(self) -> int | None:
-        """Return the number of a new draw; None if there are `trials` trials, or if nothing new is found.
-
-        A draw depends on its number, and on the trials that are known by then. It depends on no draw without a trial.
-        """
+        """Return the number of a new draw, None if nothing new is found. It depends on its number and on the trials
+        that are known."""
         if self._sweep.sampler == "grid":
             return self._next_of_grid()
         study, kinds = self.study, self._optuna.samplers

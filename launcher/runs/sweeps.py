@@ -39,11 +39,8 @@ class Trial:
 
 
 def sweep_name(sweep: SweepConfig) -> str:
-    """Return the sweep's own name, `<name>-<key>`: where its results lie, and what its trials are found by.
-
-    The key holds what is searched and what decides a trial's model: a sweep goes on with more trials, elsewhere, or
-    with another number of them at a time.
-    """
+    """Return the sweep's own name, `<name>-<id>`. The id has what is searched and what decides a trial's model, so that
+    a sweep can continue with more trials, or elsewhere."""
     search = sweep.sweep.model_dump(mode="json", include={"grid", "space", "sampler", "seed", "objectives", "prune"})
     return f"{sweep.name}-{content_hash(search, sweep.data, sweep.model, sweep.train.run_id_settings())}"
 
@@ -60,10 +57,7 @@ def trial_of(sweep: SweepConfig, changes: Mapping[str, JsonValue], number: int =
 
 
 def trials(sweep: SweepConfig) -> list[Trial]:
-    """Return every trial of a grid, in the order of the config; for a sweep that draws, its first draws.
-
-    Raises ConfigProblem if a trial of a grid is invalid, if all draws are, or if two trials are the same training.
-    """
+    """Return every trial of a grid, in the order of the config; for a sweep that draws, its first draws."""
     is_drawn = sweep.sweep.sampler != "grid"
     count = math.prod(map(len, sweep.sweep.grid.values()))
     if count > MOST_TRIALS and not is_drawn:

@@ -41,15 +41,9 @@ async def retry_until_reachable(
     transient: tuple[type[PlatformUnreachable | LoginProblem], ...] = (PlatformUnreachable,),
     pauses: tuple[float, float] = (1.0, 15.0),
 ) -> T:
-    """Return the answer of a platform, which is queried again while it raises one of the `transient` errors.
-
-    The error is raised after timeouts.PLATFORM, or at once if a retry cannot help.
-
-    Args:
-        about: the job or run of the query, and the platform, for the message.
-        on_silence: called once, when the credentials were refused or half a minute has passed without an answer.
-        pauses: seconds before a retry: the first ones and the most.
-    """
+    """Return the answer of a platform, which is queried again for timeouts.PLATFORM while it raises one of the
+    `transient` errors. `on_silence` is called once, when the credentials were refused or half a minute has passed.
+    `pauses` are the first and the longest."""
     started, is_reported, wait = now(), False, pauses[0]
     while True:
         try:
@@ -83,17 +77,9 @@ async def follow(
     on_position: Callable[[str], None] = lambda _: None,
     recorded: Callable[[], JobStatus | None] = lambda: None,
 ) -> JobStatus:
-    """Pass every new log line of a job to `on_lines` until the job has ended, and return its last status.
-
-    Args:
-        poll: seconds between two queries.
-        on_status: called with each status, before the lines that came with it.
-        on_silence: called as by `retry_until_reachable`, for each silence.
-        position: where to start in the logs; empty for the beginning.
-        on_position: called with the position behind the passed lines.
-        recorded: returns the end that another orchestrator has recorded. It removes an ended job before it starts the
-            next one.
-    """
+    """Pass every new log line of a job to `on_lines` until the job has ended, and return its last status. `on_status`
+    is called before the lines that came with it, `on_position` after them. `recorded` returns the end that another
+    orchestrator has recorded: it removes an ended job before it starts the next one."""
     last_seen = now()
 
     def query() -> tuple[JobStatus, LogPage]:
