@@ -152,9 +152,9 @@ class RunConfig(Settings):
             problem = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
             size = f"the run has platform.nodes={nodes} with platform.processes={processes} each"
             raise ValueError(f"{problem}, but {size}; take train.strategy=fsdp, or at least 2 of both")
-        profile = self.train.profile
-        if profile is not None and max(profile.ranks) >= self.world_size:
-            problem = f"train.profile.ranks={list(profile.ranks)} has ranks that do not exist"
+        profiler = self.train.profiler
+        if profiler is not None and max(profiler.ranks) >= self.world_size:
+            problem = f"train.profiler.ranks={list(profiler.ranks)} has ranks that do not exist"
             raise ValueError(f"{problem}: the run has {self.world_size}, the first is 0")
         return self
 

@@ -547,7 +547,7 @@ class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True)
     """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
 
 
-class ProfileConfig(Settings, title="Profile"):
+class ProfilerConfig(Settings, title="Profiler"):
     """The steps that torch's profiler records, into the run's `profile/`; they are slower meanwhile."""
 
     steps: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)] = Field(
@@ -565,7 +565,7 @@ class ProfileConfig(Settings, title="Profile"):
     @model_validator(mode="after")
     def _is_short(self) -> Self:
         if not 1 <= len(self.numbers) <= 100:
-            raise ValueError(f"train.profile.steps={self.steps} are not 1 to 100 steps, the first before the last")
+            raise ValueError(f"train.profiler.steps={self.steps} are not 1 to 100 steps, the first before the last")
         return self
 
 
@@ -722,7 +722,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
     wandb: TunesRun[WandbConfig | None] = None
     """Also record the run in Weights & Biases; empty does not."""
-    profile: TunesRun[ProfileConfig | None] = None
+    profiler: TunesRun[ProfilerConfig | None] = None
     """Also record some steps with torch's profiler; empty records none."""
     max_restarts: TunesRun[Count] = Field(3, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions, unless in `restart_policy`."""
@@ -777,9 +777,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
 
     @model_validator(mode="after")
     def _profiled_steps_exist(self) -> Self:
-        steps, profile = self.max_steps, self.profile
-        if steps is not None and profile is not None and profile.numbers.start > steps:
-            raise ValueError(f"train.profile.steps={profile.steps} come after train.max_steps={steps}")
+        steps, profiler = self.max_steps, self.profiler
+        if steps is not None and profiler is not None and profiler.numbers.start > steps:
+            raise ValueError(f"train.profiler.steps={profiler.steps} come after train.max_steps={steps}")
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:

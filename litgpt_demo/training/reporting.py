@@ -314,24 +314,23 @@ def scrub_api_key(folder: Path, key: str | None) -> None:
 
 
 class Profiler:
-    """Records the steps and ranks of `train.profile`: torch's profiler writes a trace of them and, on a GPU, a snapshot
-    of its memory. A recording that fails never costs the training."""
+    """Records the steps and ranks of `train.profiler`: torch's profiler writes a trace of them and, on a GPU, a
+    snapshot of its memory. A recording that fails never costs the training."""
 
     def __init__(self, training: Training, *, resumed_from: int) -> None:
         self._training = training
         self._profile: profile | None = None
         self.next = -1
         """The step, from 0, before which to call `turn`; -1 if there is none."""
-        settings, steps = training.spec.train.profile, training.spec.steps
+        settings, steps = training.spec.train.profiler, training.spec.steps
         if settings is None or training.fabric.global_rank not in settings.ranks:
             return
         self._first, self._last = max(settings.numbers[0] - 1, resumed_from), min(settings.numbers[-1], steps)
         if self._first < self._last:
             self.next = self._first
         else:
-            warn(
-                f"train.profile.steps={settings.steps} records nothing: this attempt has the steps after {resumed_from}"
-            )
+            problem = f"train.profiler.steps={settings.steps} records nothing"
+            warn(f"{problem}: this attempt has the steps after {resumed_from}")
 
     def turn(self, step: int) -> None:
         """Begin to record, mark the next step, or end and write. The time that this takes counts as the steps'."""

@@ -43,7 +43,7 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
         "train.micro_batch": 2,
         "train.activation_checkpointing": "full",
         "train.wandb": {"project": "pages"},
-        "train.profile": {"steps": "20-25", "ranks": [0, 3]},
+        "train.profiler": {"steps": "20-25", "ranks": [0, 3]},
     }
     assert run(tmp_path, elsewhere).key == run(tmp_path).key
     assert run(tmp_path / "there").key == run(tmp_path).key

@@ -309,14 +309,14 @@ def test_the_profiler_records_its_steps_and_changes_no_bit(new_run: NewRun, fini
         assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
         return {name for name in names if name.startswith("ProfilerStep")}
 
-    run = new_run("run", profile={"steps": "7-9"})
+    run = new_run("run", profiler={"steps": "7-9"})
     leave_in(8, run)
     assert not (run / PROFILES).exists()  # there was no time for it
     train(run)
     (trace,) = (run / PROFILES).iterdir()
     assert (trace.name, recorded(trace.read_bytes())) == ("steps-9-9-rank-0.json.gz", {"ProfilerStep#9"})
     assert shards(run) == shards(finished)
-    fit(training_of(new_run("another", profile={"steps": "11-20"}), bucket))  # longer than the training
+    fit(training_of(new_run("another", profiler={"steps": "11-20"}), bucket))  # longer than the training
     written = bucket.read(f"{PROFILES}/steps-11-12-rank-0.json.gz")
     assert recorded(written) == {"ProfilerStep#11", "ProfilerStep#12"}
 
