@@ -311,9 +311,9 @@ def parameters_with(
     stored = overridden(stored, parameters.get("overrides") or {})
     document = overridden({**stored, **(profile or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
-    if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.mount).is_absolute():
+    if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.folder).is_absolute():
         raise ConfigProblem(
-            f"code.mount={settings.code.mount} would be a folder below the worker's current folder",
+            f"code.folder={settings.code.folder} would be a folder below the worker's current folder",
             fix="give a deployment an absolute path, of a folder that its worker has",
         )
     complete: dict[str, Any] = settings.model_dump(mode="json")

@@ -177,7 +177,7 @@ class RunConfig(Settings):
 class CodeSettings(Settings, title="Code"):
     """A folder of your own code, which is copied to the nodes: a change to it needs no new image."""
 
-    mount: PathOrUri = Field(min_length=1)
+    folder: PathOrUri = Field(min_length=1)
     """A folder of the machine where the flow runs; give an absolute path for a deployment, whose worker starts in
     another folder. Ranks start in a copy of it, which is first on PYTHONPATH, and `script` is a path in it. Files that
     its .dockerignore lists or that look like secrets are left out."""
@@ -224,7 +224,7 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     def _script_is_in_its_code(self) -> Self:
         path = PurePosixPath(self.script)
         if self.code is not None and (path.is_absolute() or ".." in path.parts):
-            raise ValueError(f"script={self.script!r} is outside of code.mount; give its path within that folder")
+            raise ValueError(f"script={self.script!r} is outside of code.folder; give its path within that folder")
         return self
 
 

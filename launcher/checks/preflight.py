@@ -265,7 +265,7 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
             yield Finding("error", "script.missing", f"{setting}: module {top} is not installed", fix)
     elif config.code is not None:
         if posixpath.normpath(program) not in files:
-            what = f"{setting} is not a file of code.mount={config.code.mount}, or its .dockerignore leaves it out"
+            what = f"{setting} is not a file of code.folder={config.code.folder}, or its .dockerignore leaves it out"
             fix = "give its path within that folder, and check the .dockerignore there"
             yield Finding("error", "script.missing", what, fix)
     elif config.platform.in_containers and not program.startswith("/"):

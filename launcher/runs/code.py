@@ -100,55 +100,55 @@ class CodeArchive:
         return False
 
 
-def pack_code(mount: str, *, root: str) -> CodeArchive:
+def pack_code(setting: str, *, root: str) -> CodeArchive:
     """Return the archive of a folder: all of its files but the root, and what .dockerignore and our own list name."""
     content = io.BytesIO()
     try:
-        folder = Path(mount).expanduser().resolve()
-        sizes = _sizes(mount, folder, root)
+        folder = Path(setting).expanduser().resolve()
+        sizes = _sizes(setting, folder, root)
         digest = write_files(folder, list(sizes), to=content, links=False, more={})
     # The last for an unknown ~user, or a link to itself; the first of tarfile too, of a file that became shorter.
     except (OSError, ValueError, RuntimeError) as error:
         fix = "make it readable, or leave it out; if its files change, wait, then run again"
-        raise ConfigProblem(f"code.mount={mount!r} cannot be read: {error}", fix=fix) from error
+        raise ConfigProblem(f"code.folder={setting!r} cannot be read: {error}", fix=fix) from error
     if content.tell() > MOST_ARCHIVE:
-        raise ConfigProblem(f"code.mount={mount} has many files with very long paths; give a folder further down")
+        raise ConfigProblem(f"code.folder={setting} has many files with very long paths; give a folder further down")
     # A key whatever its file is called: Google names those of service accounts after the project.
     with tarfile.open(fileobj=io.BytesIO(content.getvalue()), mode="r:") as tar:
         for member in tar:
             file = tar.extractfile(member) if member.size <= _KEY_BYTES else None
             if file is not None and _KEYS.search(file.read()):
-                what = f"code.mount={mount}: {member.name} holds a private key, and who may read the root could read it"
+                what = f"code.folder={setting}: {member.name} holds a private key, which readers of the root could read"
                 fix = "take it out, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
                 raise ConfigProblem(what, fix=fix)
     return CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(sizes))
 
 
-def _sizes(mount: str, folder: Path, root: str) -> dict[str, int]:
+def _sizes(setting: str, folder: Path, root: str) -> dict[str, int]:
     if not folder.is_dir():
-        raise ConfigProblem(f"code.mount={mount}: {folder} is no folder", fix="give the one that holds your script")
+        raise ConfigProblem(f"code.folder={setting}: {folder} is no folder", fix="give the one that holds your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()
     if below == folder:
-        what = f"root={root} and code.mount are one folder, so that each run would be part of the next one's code"
+        what = f"root={root} and code.folder are one folder, so that each run would be part of the next one's code"
         raise ConfigProblem(what, fix="give the root a folder of its own, such as output")
     if below is not None and below.is_relative_to(folder):  # what a run writes would make other code of it each time
         left_out.append(re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix()))
     paths = sorted(islice(walk(folder, read_ignore_file(folder, after=left_out)), MOST_FILES + 1))
     fix = f"name what the job does not need in {folder / '.dockerignore'}, or give a smaller folder"
     if not paths:
-        raise ConfigProblem(f"code.mount={mount} has no files but those that are left out; look into its .dockerignore")
+        raise ConfigProblem(f"code.folder={setting} has no files but those that are left out; check its .dockerignore")
     if len(paths) > MOST_FILES:
-        raise ConfigProblem(f"code.mount={mount} has more than {MOST_FILES:,} files, which is no source code; {fix}")
+        raise ConfigProblem(f"code.folder={setting} has more than {MOST_FILES:,} files, which is no source code; {fix}")
     # A link to what does not ship itself may lead out of the folder, or to a secret under another name.
     ships = {folder / path for path in paths}
     for path in paths:
         if (target := (folder / path).resolve()) not in ships:
-            what = f"code.mount={mount}: {path} is a link to {target}, and only links to files that ship themselves do"
+            what = f"code.folder={setting}: {path} is a link to {target}, but only links to files that are sent work"
             raise ConfigProblem(what, fix="put the file there, or name the link in .dockerignore")
     sizes = {path: (folder / path).stat().st_size for path in paths}
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
         named = ", ".join(f"{path} ({bytes_text(sizes[path])})" for path in largest)
-        what = f"code.mount={mount} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}"
+        what = f"code.folder={setting} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}"
         raise ConfigProblem(f"{what}; the largest are {named}: {fix}")
     return sizes

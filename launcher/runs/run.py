@@ -207,7 +207,7 @@ class Script:
 
 def plan_script(config: ScriptConfig) -> Script:
     """Return the script that this config means, with the present code that it mounts."""
-    code = pack_code(config.code.mount, root=config.root) if config.code else None
+    code = pack_code(config.code.folder, root=config.root) if config.code else None
     return Script(config=config, code=code)
 
 

@@ -40,7 +40,7 @@ def ran(root: Path, script: str, **arguments: Any) -> Path:
 def test_each_call_is_a_new_attempt_and_ships_changed_code_once(tmp_path: Path) -> None:
     (own := tmp_path / "mine").mkdir()
     (own / "train.py").write_text("print('as it was')")
-    shown, root, code = list[Event](), tmp_path / "root", CodeSettings(mount=str(own))
+    shown, root, code = list[Event](), tmp_path / "root", CodeSettings(folder=str(own))
     with Listener(shown.append):
         first, second = (ran(root, "train.py", code=code) for _ in range(2))
         (own / "train.py").write_text("print('edited')")

@@ -38,7 +38,12 @@ def user_folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def mounted(user_folder: Path, tmp_path: Path) -> Mounted:
     def make(**changes: Any) -> ScriptConfig:
-        document = {"script": "train.py", "code": {"mount": str(user_folder)}, "root": str(tmp_path / "out"), **changes}
+        document = {
+            "script": "train.py",
+            "code": {"folder": str(user_folder)},
+            "root": str(tmp_path / "out"),
+            **changes,
+        }
         return validated(ScriptConfig, document, where="test")
 
     return make
@@ -75,7 +80,7 @@ def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_
     assert packed(user_folder, root) == before
     (user_folder / "train.bin").write_text("large")
     assert names(ignoring(user_folder, "*.bin\n"), root) == ["lib/second.py", "train.py"]
-    with pytest.raises(ConfigProblem, match=r"and code\.mount are one folder"):
+    with pytest.raises(ConfigProblem, match=r"and code\.folder are one folder"):
         packed(user_folder, user_folder)
 
 
@@ -144,7 +149,7 @@ def test_large_files_are_refused_by_name(user_folder: Path, monkeypatch: pytest.
 
 def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mounted) -> None:
     for script in ("/app/train.py", "lib/../../train.py"):
-        with pytest.raises(ConfigProblem, match=r"is outside of code\.mount"):
+        with pytest.raises(ConfigProblem, match=r"is outside of code\.folder"):
             mounted(script=script)
 
 
