@@ -75,15 +75,12 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
 
 
 class PreparationProgress(ProgressReporter):
-    """Shows the progress of a preparation."""
-
     def __init__(self, planned: PlannedDataset) -> None:
         name = f"{planned.name}-{planned.key}"
         super().__init__(f"dataset-{name}", f"Preparation of {name}")
         self._now: Preparation | None = Preparation(phase="survey")
 
     def report(self, progress: Preparation | None) -> None:
-        """Report progress from the thread that prepares; None means that it is done."""
         self._now = progress
         self.revision += 1
         if progress is not None:
@@ -98,7 +95,6 @@ class PreparationProgress(ProgressReporter):
 
 @step_task("publish-dataset")
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
-    """Show in Prefect the totals of a preparation of `seconds`."""
     name, table = f"{planned.name}-{planned.key}", report.dataset_table(manifest, seconds=seconds)
     lengths = report.lengths_markdown(manifest)
     await acreate_table_artifact(table, key=f"dataset-figures-{name}", description="The dataset in figures")

@@ -37,7 +37,7 @@ async def prepare_job(
     claim: Claim, work: Run | Script, inputs: Callable[[bool], Coroutine[Any, Any, T]]
 ) -> tuple[T, SoftwareIdentity]:
     """Do everything that comes before a job: the preflight, then inputs and image in parallel, then access. A live job
-    has passed all of it, and its image is built only if no record names it."""
+    has passed all of it, which `inputs` is called with, and its image is built only if no record names it."""
     live = await query_platform(claim, claim.attempts.live)
     reattaches = live is not None and claim.should_reattach(live)
     if reattaches:

@@ -33,14 +33,12 @@ class Child:
         )
 
     def write(self, line: str) -> None:
-        """Write a line to its input."""
         pipe = cast(IO[str], self._process.stdin)
         with suppress(BrokenPipeError):  # it has ended, and `end` raises the reason
             pipe.write(f"{line}\n")
             pipe.flush()
 
     def kill(self) -> None:
-        """End it at once."""
         self._process.kill()
         self._process.communicate()
 

@@ -107,7 +107,6 @@ class ProgressReporter(ABC):
         """Return the percentage that is done, and a text, which is empty as long as there is no progress."""
 
     async def show(self) -> None:
-        """Show the present progress."""
         percent, text = self.progress()
         if text and (self.line_is_due or time.monotonic() > self._line_at + LINE):
             self.line_is_due, self._line_at = False, time.monotonic()

@@ -25,58 +25,31 @@ class Platform(Protocol):
         """Yield the problems of this submission that show without submitting it."""
 
     def check_access(self) -> str:
-        """Prove that the platform answers and that we may use it. Returns a sentence about it.
-
-        Raises:
-            LoginProblem: credentials or permissions are missing. The error names all of them.
-            ConfigProblem, PlatformRefused: the config names something that does not exist.
-            PlatformUnreachable: no answer.
-        """
+        """Prove that the platform answers and that we may use it; return a sentence about it. Raises LoginProblem with
+        all missing permissions, and ConfigProblem or PlatformRefused for what does not exist."""
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
-        """Return how many machines this job can exclude (`Job.exclude_nodes`), None if there is no known limit.
-
-        The text is the advice for the user if the platform cannot exclude enough machines.
-        """
+        """Return how many machines this job can exclude (`Job.exclude_nodes`), None if there is no known limit, and the
+        advice for the user if that is not enough."""
 
     def submit(self, submission: Submission) -> JobId:
-        """Start the job, or reattach to the existing job with this id, which is never started twice.
-
-        Raises:
-            PlatformRefused: the platform refuses. Nothing of the job remains.
-            PlatformUnreachable: no answer. Submitting again is safe.
-        """
+        """Start the job, or reattach to the existing job with this id, which is never started twice. After
+        PlatformRefused nothing of it remains. After PlatformUnreachable, submitting again is safe."""
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
-        """Return whether this id belongs to the attempt of that name in that folder.
-
-        Nodes may write to the run index, which stores ids: a forged one leads to another job, or another folder.
-        """
+        """Return whether this id belongs to the attempt of that name in that folder. Nodes may write to the run index,
+        which stores ids: a forged one leads to another job, or another folder."""
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state of the job. It is ABSENT if it never existed or was removed.
-
-        Raises:
-            PlatformUnreachable: no answer. The job may be running.
-        """
+        """Return the state of the job; ABSENT if it never existed or was removed. After PlatformUnreachable it may be
+        running."""
 
     def logs(self, job_id: JobId, position: str = "") -> LogPage:
-        """Return the lines of all nodes after `position`, without waiting for more. No line is lost or repeated.
-
-        Raises:
-            PlatformUnreachable: no answer. Call it again with the same position.
-        """
+        """Return the lines of all nodes after `position`, without waiting for more. No line is lost or repeated."""
 
     def cancel(self, job_id: JobId) -> None:
         """Stop the job, and return when a listing proves that nothing of it remains. It is no error if it is gone.
-
-        Raises:
-            PlatformUnreachable: no answer, or something does not end. Cancelling again is safe.
-        """
+        After PlatformUnreachable, cancelling again is safe."""
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
-        """Return the descriptions of what `cancel` would remove. It is empty if the job is proved to be gone.
-
-        Raises:
-            PlatformUnreachable, PlatformRefused: it cannot be listed.
-        """
+        """Return the descriptions of what `cancel` would remove; empty if the job is proved to be gone."""

@@ -63,11 +63,8 @@ class JobRef:
 
 
 def page_of(attempt: Storage, nodes: int, position: str, *, ended: bool) -> LogPage:
-    """Return the lines that the nodes have added to their logs since `position`, node by node.
-
-    `ended` says that the job had ended before this look: then an incomplete line is a line too. A log that cannot be
-    read raises PlatformUnreachable.
-    """
+    """Return the lines that the nodes have added to their logs since `position`, node by node. If the job had `ended`
+    before this look, an incomplete line is a line too."""
     positions = {node: ReadCursor(*read) for node, read in _POSITIONS.validate_json(position or "{}").items()}
     lines: list[LogLine] = []
     share, more = max(_LEAST, PAGE // max(nodes, 1)), False  # a node that floods its log silences no other node

@@ -82,10 +82,7 @@ class PlatformSettings(Settings):
 
     def open_recorded(self, config: PlatformSettings | None) -> Platform:
         """Return the platform of a record's settings, which everyone who may write to the root may have written.
-
-        Args:
-            config: the settings of the user's own config, None for a command with a run's name.
-        """
+        `config` has the settings of the user's own config, if there is one."""
         return self.open()
 
     @abstractmethod
@@ -123,11 +120,7 @@ class PlatformSettings(Settings):
 
     @property
     def fabric(self) -> Network | None:
-        """Return the network between the nodes, None if the platform has no choice of them.
-
-        Raises:
-            ConfigProblem: its release is not known.
-        """
+        """Return the network between the nodes, None if the platform has no choice of them."""
         return None
 
     @property
@@ -137,15 +130,12 @@ class PlatformSettings(Settings):
         return driver
 
     def for_measuring(self, *, sockets: bool) -> Self:
-        """Return the settings for a job that measures the network itself, or plain sockets on the same machines.
-
-        It has no network test. The network's daemons and cards stay, so that nothing else differs.
-        """
+        """Return the settings for a job that measures the network itself, or plain sockets: with the same daemons and
+        cards."""
         overrides = {**getattr(self, "overrides", {}), "NCCL_NET": "Socket"}
         return self._changed(network_test=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
-        """Return the settings for a job of one process, which has a whole machine."""
         return self._changed(nodes=1, processes=1, network_test=0)
 
     def _changed(self, **changes: Any) -> Self:

@@ -106,13 +106,11 @@ class AttemptRecord(Settings):
 
     @property
     def nodes(self) -> int:
-        """The number of nodes that it was submitted for."""
         nodes = self.platform.get("nodes")
         return nodes if isinstance(nodes, int) and nodes > 0 else 1
 
     @property
     def job_name(self) -> str:
-        """The name of its job on its platform."""
         return attempt_name(self.run, self.attempt, self.nonce)
 
 
@@ -285,7 +283,6 @@ class Index:
         return self._folder.create(f"{run}/announced-{what}.json", b"{}")
 
     def link_flow_run(self, flow_runs: Iterable[str], record: AttemptRecord) -> None:
-        """Store that these flow runs of Prefect orchestrate an attempt."""
         for flow_run in flow_runs:
             self._folder.create(f"{_FLOW_RUNS}/{flow_run}/{record.run}/{record.attempt}.json", b"{}")
 
@@ -425,5 +422,4 @@ def machine_below(root: Path) -> str:
 
 
 def whoami() -> tuple[str, str]:
-    """Return the name of the user, or its number without one, and of the host."""
     return psutil.Process().username(), socket.gethostname()

@@ -213,7 +213,6 @@ class RunRow:
 
     @property
     def is_live(self) -> bool:
-        """Return whether a job of the run is live, or may be."""
         return self.state != DONE and JobState(self.state).is_live
 
 
@@ -264,7 +263,6 @@ def run_rows(
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
-    """Return the rows as the terminal shows them."""
     now, table = time.time(), []
     has_trials = any(row.trial for row in rows)
     for row in rows:

@@ -65,7 +65,6 @@ class Run:
         return estimates.parameters(gpt)
 
     def job(self, *, attempt: int, image: str | None, labels: Mapping[str, str] | None = None) -> Job:
-        """Return the job of one attempt. It depends only on the config, as `render` shows it."""
         wandb = self.config.train.wandb
         secrets = []
         if wandb is not None and wandb.secret is not None:
@@ -93,7 +92,6 @@ def plan_run(config: RunConfig) -> Run:
 
 
 def origin_of(config: RunConfig) -> InitialWeights | None:
-    """Return the weights that the config's model starts from."""
     return find_initial_weights(config.model.init_from, config.model.load_optimizer_state, config.root)
 
 

@@ -115,7 +115,6 @@ async def follow(
 
 
 async def read_logs(platform: Platform, job_id: JobId, *, on_lines: Callable[[Iterable[LogLine]], None]) -> None:
-    """Pass every existing line to `on_lines`, page by page."""
     page = LogPage((), "", more=True)
     while page.more:
         page = await asyncio.to_thread(platform.logs, job_id, page.position)

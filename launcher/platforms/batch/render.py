@@ -106,7 +106,6 @@ def render(job: Job, settings: BatchPlatformConfig) -> Submission:
 
 
 def container_of(body: Object) -> Any:
-    """Return the container that trains."""
     [group] = body["job"]["taskGroups"]
     return next(part["container"] for part in group["taskSpec"]["runnables"] if "container" in part)
 
@@ -266,12 +265,8 @@ done
 
 
 def _node_variables(attempt: str, nodes: int) -> str:
-    """Leave rank, node 0's address and the attempt's name for the container.
-
-    BATCH_TASK_INDEX and BATCH_TASK_RETRY_ATTEMPT are documented. BATCH_MAIN_NODE_HOSTNAME and BATCH_NODE_INDEX occur in
-    Google's samples only, and go together (INFERRED: the main node is the one with index 0); where they are missing,
-    the hosts file decides both who is first and who is who, so that node 0 is where the others look for it.
-    """
+    """BATCH_MAIN_NODE_HOSTNAME and BATCH_NODE_INDEX occur in Google's samples only, and go together (INFERRED: the main
+    node is the one with index 0). Without them the hosts file decides both who is first and who is who."""
     place = f"""\
 rank=0
 master=127.0.0.1:{PORT}"""

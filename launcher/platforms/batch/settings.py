@@ -96,7 +96,6 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
 
     @property
     def parent(self) -> str:
-        """The parent that jobs are created under."""
         return f"projects/{self.project}/locations/{self.location}"
 
     @field_validator("secrets", "registry_username", "registry_password")

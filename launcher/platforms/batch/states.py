@@ -48,7 +48,6 @@ class EndedTask(NamedTuple):
 
 
 def ended(job: Job, tasks: Sequence[Task]) -> list[EndedTask]:
-    """Return the ended tasks of a job, earliest first."""
     found = [_ended(job, task) for task in tasks if task.status.state.name in OVER]
     return sorted(found, key=lambda task: task.at)
 

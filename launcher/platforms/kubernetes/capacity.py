@@ -97,11 +97,9 @@ def _shown(resource: str, number: Decimal) -> str:
 
 
 def _total(pod: Object, *parts: str) -> Amounts:
-    """Return the sum of these parts of the containers' resources. A later part wins over an earlier one.
-
-    Parallel containers add up. Each container that runs before them needs its room only in its turn.
-    https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers
-    """
+    """Return the sum of these parts of the containers' resources, of which later ones win. Each container that runs
+    before the others needs its room only in its turn.
+    https://kubernetes.io/docs/concepts/workloads/pods/sidecar-containers/#resource-sharing-within-containers"""
     total: defaultdict[str, Decimal] = defaultdict(Decimal)
     first = pod.get("initContainers", ())
     sequential = [container for container in first if container.get("restartPolicy") != "Always"]
@@ -222,10 +220,8 @@ def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> I
 # The dry run of one pod is exact for limits, Pod Security and policies. It does not check the other pods, or the effect
 # of a default limit on the training.
 def quotas(survey: Survey) -> Iterator[Finding]:
-    """Yield the resources of the whole job that exceed a ResourceQuota, now or ever.
-
-    Quotas with scopes are left to the dry run of the pod: the API server knows which of them count.
-    """
+    """Yield the resources of the whole job that exceed a ResourceQuota, now or ever. Quotas with scopes are left to the
+    dry run of the pod: the API server knows which of them count."""
     listed, _ = survey.cluster.list(api.QUOTAS, survey.namespace)
     pod, nodes = survey.admitted_pod, survey.settings.nodes
     wanted: dict[str, Decimal] = dict.fromkeys(("pods", "count/pods"), Decimal(nodes))

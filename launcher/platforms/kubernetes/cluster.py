@@ -125,16 +125,8 @@ _LONGEST_PAUSE = 15.0
 
 
 class Cluster:
-    """One cluster, with one identity.
-
-    Every call raises ApiRefused if the server refuses, LoginProblem if it rejects the credentials and renewed ones too,
-    and PlatformUnreachable if it does not answer after several tries.
-
-    Args:
-        client: has an address and credentials.
-        where: the cluster's name in messages.
-        renew: gets new credentials after the present ones were rejected.
-    """
+    """One cluster, with one identity. Every call raises ApiRefused if the server refuses, LoginProblem if it rejects
+    the credentials and those of `renew` too, and PlatformUnreachable if it does not answer after several tries."""
 
     def __init__(self, client: ApiClient, *, where: str, renew: Callable[[], None] | None = None) -> None:
         self.where = where
@@ -157,7 +149,6 @@ class Cluster:
             raise PlatformUnreachable(f"{self.where} answers in an unexpected form: {error!r}") from error
 
     def get(self, resource: Resource, namespace: str | None, name: str) -> ApiObject | None:
-        """Return the object, or None if it does not exist."""
         return self.ask("GET", resource.path(namespace, name), missing={}) or None
 
     def has_secret(self, namespace: str, name: str) -> bool:
@@ -192,7 +183,6 @@ class Cluster:
         self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, _DELETE, missing={})
 
     def serves(self, resource: Resource) -> bool:
-        """Return whether the cluster knows this kind."""
         listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})
         with self._malformed_as_unreachable():
             return any(served["name"] == resource.plural for served in listed["resources"])
@@ -221,10 +211,8 @@ class Cluster:
         return Stream(self, self._send("GET", resource.path(namespace), query, read=_WATCH + 30))
 
     def log(self, namespace: str, pod: str, container: str, *, since: str = "", follow: bool) -> Stream:
-        """Return a container's log with the time before each line. `since` is a moment, in whole seconds.
-
-        NotFound says that the pod does not exist, another ApiRefused that the container has not started.
-        """
+        """Return a container's log with the time before each line, since a moment in whole seconds. NotFound says that
+        the pod does not exist, another ApiRefused that the container has not started."""
         query = {"container": container, "timestamps": "true", "follow": str(follow).lower(), "sinceTime": since}
         # A rank may print nothing for long; an hour without a line costs one more call.
         return Stream(self, self._send("GET", f"{PODS.path(namespace, pod)}/log", query, read=3600.0))
@@ -340,10 +328,8 @@ class Stream:
         self._closed = False
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield complete lines without their newline, and at the end the rest behind the last newline.
-
-        PlatformUnreachable says that the connection broke. The lines before it are valid.
-        """
+        """Yield complete lines without their newline, and at the end the rest. If the connection breaks, the lines
+        before it are valid."""
         import urllib3
 
         rest = b""

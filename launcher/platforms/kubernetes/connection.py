@@ -127,10 +127,8 @@ def _configuration() -> Configuration:
 
 
 def gke_cluster(settings: GkePlatformConfig) -> tuple[Cluster, GoogleCluster]:
-    """Return a cluster on GKE, and Google Cloud's description of it.
-
-    Both are kept for ten minutes: a run opens its platform many times, but an endpoint may move.
-    """
+    """Return a cluster on GKE, and Google Cloud's description of it. Both are kept for ten minutes: an endpoint may
+    move."""
     name, place, period = str(settings.cluster), str(settings.location), int(time.monotonic() // _KEPT)
     return _gke_cluster(name, place, settings.project, settings.dns_endpoint, period)
 

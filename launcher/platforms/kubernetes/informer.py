@@ -127,11 +127,8 @@ class JobWatch:
                 failures += 1
 
     def _apply(self, pod: ApiObject, *, gone: bool) -> None:
-        """Record when a pod began and how it ended, because the pods of a failed job are deleted.
-
-        A node has a second pod in the same life of the job if Kueue suspended the job and started it again. The first
-        pod stands for the node until the second one has begun.
-        """
+        """A failed job's pods are deleted. A node has a second pod in the same life if Kueue suspended the job and
+        started it again; the first stands for the node until the second has begun."""
         node, seen = (states.restart_of(pod), states.index_of(pod)), states.node_seen(pod)
         uid, created = states.uid_of(pod), pod["metadata"].get("creationTimestamp", "")
         with self._lock:

@@ -82,10 +82,7 @@ def _lines(stream: Iterator[bytes] | Stream, cursor: LogCursor, pod: str) -> Ite
 
 
 def _utc(stamp: str) -> str:
-    """Return the moment of a line's stamp as sortable text, or empty text if it is no stamp.
-
-    Container runtimes stamp in their machine's zone, whose offset from UTC may change within a log.
-    """
+    """Container runtimes stamp in their machine's zone, whose offset from UTC may change within a log."""
     try:
         moment = datetime.fromisoformat(stamp)
         if moment.tzinfo is None:
@@ -96,12 +93,8 @@ def _utc(stamp: str) -> str:
 
 
 class Follower:
-    """Reads the logs of a job in the background, one thread for each, and returns them page by page.
-
-    Args:
-        position: where to begin, as `LogPage.position` has it. Empty is the beginning.
-        once: read one page only. After an error the caller reads the whole page again.
-    """
+    """Reads the logs of a job in the background from a position on, one thread for each, and returns them page by page.
+    With `once` only one page is read, again after an error."""
 
     def __init__(self, cluster: Cluster, job: JobName, position: str, *, once: bool = False) -> None:
         self._cluster, self._job, self._once = cluster, job, once
@@ -117,12 +110,8 @@ class Follower:
         self._changed = threading.Condition()
 
     def page(self, pods: list[ApiObject], *, last: bool) -> LogPage:
-        """Return the lines since the last page.
-
-        Args:
-            pods: the present pods of the job.
-            last: wait until everything is read, or a page is full. A silent log that does not end is given up.
-        """
+        """Return the lines since the last page; with `last`, wait until everything is read, or a page is full. A silent
+        log that does not end is given up."""
         has_ended = {uid_of(pod): ended(pod) for pod in pods}
         for pod in sorted(pods, key=lambda pod: (restart_of(pod), index_of(pod))):
             node, uid = index_of(pod), uid_of(pod)

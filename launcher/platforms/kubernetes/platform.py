@@ -55,7 +55,6 @@ class GkePlatform:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """The cluster, to which the first use connects."""
         return connect(self._settings)
 
     @property
@@ -106,11 +105,8 @@ class GkePlatform:
             _serves_jobsets[self._key] = self.cluster.serves(api.JOBSETS)
 
     def submit(self, submission: Submission) -> JobId:
-        """Create the job's objects, or reattach to the existing job of that name, which only this attempt has.
-
-        The JobSet or Job comes first and owns the others, so that none of them outlives it. If an older job of that
-        name is still being removed, this raises PlatformUnreachable.
-        """
+        """Create the job's objects, or reattach to the existing job of that name. The JobSet or Job comes first and
+        owns the others, so that none outlives it. An older job that is still being removed is PlatformUnreachable."""
         if f'"{UNBUILT}"' in json.dumps(submission.body):
             raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
         job, items = states.JobName.parse(submission.job_id), submission.body["items"]
@@ -232,11 +228,8 @@ class GkePlatform:
         return page
 
     def cancel(self, job_id: JobId) -> None:
-        """Delete everything that has the job's labels, and list until nothing has.
-
-        If some of it may not be listed or deleted, the rest is deleted nevertheless. The error names what remains, and
-        what holds it.
-        """
+        """Delete everything that has the job's labels, and list until nothing has. If some of it may not be listed or
+        deleted, the rest is deleted nevertheless."""
         _stop(self._jobs, job_id)
         job, limit = states.JobName.parse(job_id), self._settings.grace_period + self._removal
         ends, pause = time.monotonic() + limit, 0.1

@@ -83,10 +83,7 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
 
 
 def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
-    """Return the permissions that a run with these settings needs, as deployments/rbac.yaml has them.
-
-    The permissions that only the checks use are not included.
-    """
+    """Return the permissions that a run with these settings needs, without those that only the checks use."""
     verbs = dict.fromkeys(made_of(settings), "create get list delete deletecollection")
     # An object of the other kind is only looked for, and removed with the rest.
     verbs[api.JOBS if workload == "jobset" else api.JOBSETS] = "get list deletecollection"
@@ -281,10 +278,8 @@ def _secrets(survey: Survey) -> Iterator[Finding]:
 
 
 def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Iterator[Finding]:
-    """Try out the objects, or those that controllers create from them (`parts`).
-
-    The cluster accepts a JobSet without a look at its Job's template, and a Job without the rules for its pods.
-    """
+    """The cluster accepts a JobSet without a look at its Job's template, and a Job without the rules for its pods:
+    `parts` are the objects that controllers create from the others."""
     for item in items:
         name = f"{item['kind']} {item['metadata']['name']}"
         try:

@@ -143,11 +143,8 @@ _SCHEDULER = (
 
 
 def unschedulable(message: str) -> Iterator[Finding]:
-    """Yield every reason of a scheduler's message, each with its fix.
-
-    `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint(s). no new claims to deallocate,
-    preemption: 0/3 nodes …`: the text behind the first sentence says why the pod can replace no other one.
-    """
+    """Yield every reason of a scheduler's message, each with its fix. The text behind the first sentence says why the
+    pod can replace no other one."""
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
     fix = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
     for reason in re.split(r", (?=\d+ )", head):

@@ -57,7 +57,6 @@ def job_name(name: str) -> str:
 
 
 def pod_host(workload: str, name: str, index: int) -> str:
-    """Return the host name of pod `index`."""
     return f"{job_name(name)}-{index}" if workload == "jobset" else f"{name}-{index}"
 
 
@@ -135,21 +134,15 @@ def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
 
 
 def made_of(settings: GkePlatformConfig) -> tuple[api.Resource, ...]:
-    """Return the kinds of all objects that a job with these settings may have.
-
-    Whether it is a JobSet or a Job depends on what the cluster had when it was submitted.
-    """
+    """Return the kinds of all objects that a job with these settings may have, as a JobSet or as a Job."""
     isolated = [api.NETWORK_POLICIES] if settings.isolated else []
     claimed = [_CLAIM_KINDS[claim] for claim in settings.fabric.claims]
     return (api.JOBSETS, api.JOBS, api.SERVICES, api.PODS, *isolated, *claimed)
 
 
 def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Job's specification: all pods or none. A failed pod fails the Job at once, with its reason.
-
-    Two pods of one index must never live at the same time (kubernetes#115844). Nothing is tried again, so there is no
-    replacement, which would have to wait for the end of the old pod (jobset#574).
-    """
+    """All pods or none: two pods of one index must never live at the same time (kubernetes#115844). There is no
+    replacement, which would have to wait for the end of the old pod (jobset#574)."""
     # This rule is first, because the exit code of a disrupted pod means nothing.
     disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     codes = {"containerName": NODE, "operator": "In", "values": list(HOPELESS)}

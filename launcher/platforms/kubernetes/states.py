@@ -33,7 +33,6 @@ class JobName:
 
     @classmethod
     def parse(cls, job_id: str) -> JobName:
-        """Return the name of an id `namespace/name`."""
         return cls(*job_id.partition("/")[::2])
 
     def __str__(self) -> str:
@@ -41,12 +40,10 @@ class JobName:
 
     @property
     def labels(self) -> str:
-        """The label selector."""
         return f"{JOB_LABEL}={self.name}"
 
 
 def workload_of(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JobSet or Job of a submission."""
     return next(item for item in items if item["kind"] in {"JobSet", "Job"})
 
 
@@ -72,7 +69,6 @@ def nodes_of(workload: Object) -> int:
 
 
 def restarts_of(workload: Object) -> int:
-    """Return how often JobSet has restarted the job."""
     return int(workload.get("status", {}).get("restarts", 0))
 
 
@@ -82,7 +78,6 @@ def restart_of(pod: Object) -> int:
 
 
 def index_of(pod: Object) -> int:
-    """Return the number of the pod's node."""
     return int(pod["metadata"].get("labels", {}).get(INDEX, 0))
 
 
@@ -95,7 +90,6 @@ def owners_of(thing: Object) -> set[str]:
 
 
 def condition(thing: Object, kind: str, status: str = "True") -> Object | None:
-    """Return the condition of that type if it has that status."""
     conditions = thing.get("status", {}).get("conditions") or ()
     return next((found for found in conditions if found["type"] == kind and found["status"] == status), None)
 
@@ -107,12 +101,10 @@ def main_container(pod: Object) -> Object:
 
 
 def began(pod: Object) -> bool:
-    """Return whether the container that trains has ever started."""
     return bool(main_container(pod).keys() & {"running", "terminated"})
 
 
 def ended(pod: Object) -> bool:
-    """Return whether the container that trains has ended."""
     return "terminated" in main_container(pod) or pod.get("status", {}).get("phase") in {"Succeeded", "Failed"}
 
 
@@ -218,10 +210,8 @@ def _seconds(moment: str | None) -> float | None:
 
 
 def lost_nodes(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Finding]:
-    """Yield what keeps a job from ending or restarting: which machine, since when, and what happens next.
-
-    Pods of earlier lives count too, because they block the next life. `codes` has the nodes that have ended.
-    """
+    """Yield what keeps a job from ending or restarting. Pods of earlier lives count too, because they block the next
+    life. `codes` has the nodes that have ended."""
     unreachable = sorted((pod for pod in pods if unreachable_since(pod)), key=index_of)
     if unreachable:
         pod, since = unreachable[0], min(map(unreachable_since, unreachable))
@@ -248,12 +238,9 @@ def lost_nodes(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Fin
 
 
 def unreachable_since(pod: Object) -> str:
-    """Return since when the pod's machine has not answered; empty if it answers, or has reported the pod's end.
-
-    After a minute at most, the control plane declares the pods of a silent machine not ready. Their containers keep the
-    state that their kubelet reported last: ready. This needs no permission to list machines.
-    https://kubernetes.io/docs/concepts/architecture/nodes/#node-status
-    """
+    """Return since when the pod's machine has not answered; empty if it answers, or has reported the pod's end. After a
+    minute at most, the control plane declares the pods of a silent machine not ready, though their containers stay so.
+    https://kubernetes.io/docs/concepts/architecture/nodes/#node-status"""
     statuses = pod.get("status", {}).get("containerStatuses") or ()
     running = [status for status in statuses if "running" in status["state"]]
     unready = condition(pod, "Ready", "False")

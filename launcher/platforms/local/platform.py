@@ -40,11 +40,8 @@ _PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_
 
 
 class LocalPlatform:
-    """Runs the nodes of a job as processes of this machine.
-
-    A job's id is its directory. For a run in a bucket that is a folder of `jobs` in $TRAIN_LITGPT_HOME or
-    ~/.train-litgpt.
-    """
+    """Runs the nodes of a job as processes of this machine. A job's id is its directory, for a run in a bucket one of
+    `jobs` in $TRAIN_LITGPT_HOME."""
 
     name: ClassVar[str] = "local"
     is_remote_service: ClassVar[bool] = False

@@ -41,10 +41,7 @@ PEER_GRACE = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fork a process that runs the job in `argv[0]` to its end, and return at once.
-
-    `result.json` is written last, when none of the job's processes is alive.
-    """
+    """Fork a process that runs the job in `argv[0]` to its end, and return at once. `result.json` is written last."""
     directory, parent = Path(argv[0]), os.getpid()
     if os.fork():
         return 0

@@ -231,12 +231,6 @@ class Cli:
     def _run(
         self, *arguments: str, ignore_errors: re.Pattern[str] | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run one command of the program. Errors that match `ignore_errors` count as success.
-
-        Raises:
-            PlatformRefused, LoginProblem: the program clearly refused.
-            PlatformUnreachable: it failed in any other way.
-        """
         argv = [self._settings.cli, *arguments]
         command = f"`{' '.join(argv[:4])}`"
         try:

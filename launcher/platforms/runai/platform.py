@@ -142,10 +142,7 @@ class RunaiPlatform:
         return job_id == WorkloadReference(settings.project, attempt_name, settings.nodes, directory).job_id
 
     def _launch(self, name: str, sent: Mapping[str, Any]) -> None:
-        """Submit the workload. If a submission was not answered, look for the workload before submitting it again.
-
-        Run:ai accepts a name only once, so that a workload which is not listed yet is not made twice.
-        """
+        """Run:ai accepts a name only once, so that a workload which is not listed yet is not made twice."""
         unanswered: PlatformUnreachable | None = None
         give_up_at = time.monotonic() + self.give_up_after
         for pause in self.pauses:
@@ -168,11 +165,8 @@ class RunaiPlatform:
             raise PlatformUnreachable(f"{what}. The same command reattaches to it, or submits it again") from unanswered
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return Run:ai's state of the job. For a workload that Run:ai has forgotten, the run's directory has the end.
-
-        For Run:ai, a training ends with its master or with the first pod that fails. The other pods then get a moment,
-        once, to leave the reports that explain the end.
-        """
+        """Return Run:ai's state of the job; for a workload that it has forgotten, the run's directory has the end. When
+        a training ends, the other pods get a moment, once, to leave the reports that explain the end."""
         reference = WorkloadReference.of(job_id)
         phase = self._api.phase(reference.name)
         state, native = state_of(phase), str(phase)

@@ -23,11 +23,8 @@ PREEMPTIBILITY = {None: None, True: "preemptible", False: "non-preemptible"}
 
 
 class Workload(NamedTuple):
-    """One PyTorch training as Run:ai has it.
-
-    Run:ai counts the master apart: its workers are one fewer than pods. That it takes 0 workers, for one pod, is
-    INFERRED: Kubeflow's PyTorchJob does.
-    """
+    """One PyTorch training as Run:ai has it: a master, and workers one fewer than pods. That it takes 0 workers is
+    INFERRED."""
 
     job: Job
     settings: RunaiPlatformConfig

@@ -126,11 +126,8 @@ class Rest:
     def _ask(
         self, method: str, path: str, *, tries: int = _TRIES, ignore_status: int | None = None, **content: Any
     ) -> Any:
-        """Send one request with a valid token and return the document of its answer.
-
-        A refusal with `ignore_status` counts as success without a document. A token that the server has ended early is
-        renewed once.
-        """
+        """A refusal with `ignore_status` counts as success without a document. A token that the server has ended early
+        is renewed once."""
         for _ in range(2):
             if time.monotonic() > self._until - _EARLY:
                 self._log_in()

@@ -156,11 +156,8 @@ class SlurmSubmission(Settings):
 
 
 class SlurmPlatform:
-    """Runs the nodes of a job as the tasks of one step, a node each; the job's name is its attempt's.
-
-    Args:
-        settle: seconds that nodes' reports may take to be seen here once the job has ended.
-    """
+    """Runs the nodes of a job as the tasks of one step, a node each. The job's name is its attempt's. Reports may take
+    `settle` seconds to be seen here once it has ended."""
 
     name: ClassVar[str] = "slurm"
     is_remote_service: ClassVar[bool] = True
@@ -208,11 +205,8 @@ class SlurmPlatform:
         return f"Slurm answers{where}: {_answer('^slurm.*', self._run('sinfo', '--version'), 'sinfo --version')}"
 
     def submit(self, submission: Submission) -> JobId:
-        """Submit the script once.
-
-        The submitter is recorded first. If an orchestrator dies before it has recorded the number, the next one finds
-        the job by its name, which no other job has.
-        """
+        """Submit the script once. The submitter is recorded first: if an orchestrator dies before it has recorded the
+        number, the next one finds the job by its name."""
         job, script = SlurmJob.of(submission.job_id), submission.body["script"]
         if UNBUILT in script:
             raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
@@ -240,11 +234,8 @@ class SlurmPlatform:
         return submission.job_id
 
     def _launch(self, job: SlurmJob, script: str) -> tuple[int, str]:
-        """Submit the script; return the number and the user of the job, which is the first of two made at once.
-
-        The queue is read whatever sbatch prints: sbatch or a site's wrapper may report an error after a submission that
-        succeeded.
-        """
+        """Return the number and the user of the job, which is the first of two made at once. The queue is read whatever
+        sbatch prints: a site's wrapper may report an error after a submission that succeeded."""
         refusal: PlatformRefused | None = None
         printed = ""
         try:
@@ -277,11 +268,8 @@ class SlurmPlatform:
         return job_id == SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state from the queue, else from the accounts, else from the nodes' reports in the run's folder.
-
-        A job that is in none of them is FAILED for the user who submitted it, who sees all of their own jobs on that
-        cluster. For another user it is PlatformUnreachable: sites may hide jobs from others.
-        """
+        """Return the state from the queue, else from the accounts, else from the nodes' reports. A job that is in none
+        of them has failed, but for a user who may not see it is PlatformUnreachable."""
         job = SlurmJob.of(job_id)
         record = self._submission_of(job)
         row = self._find(job, record)
@@ -360,7 +348,6 @@ class SlurmPlatform:
         return page_of(open_storage(job.directory), job.nodes, position, ended=ended)
 
     def cancel(self, job_id: JobId) -> None:
-        """Let the nodes save, then end the job and wait until it is gone."""
         cancelled, pause, start = False, 0.1, time.monotonic()
         while (row := self._live(job_id)) is not None:
             if row.state == "RUNNING" and not cancelled:
@@ -426,10 +413,7 @@ class SlurmPlatform:
         raise PlatformUnreachable(what, fix=fix, no_retry=record.number is not None)
 
     def _find(self, job: SlurmJob, record: SlurmSubmission | None, *, fresh: bool = False) -> _Row | None:
-        """Return the job of any user from the queue, else from the accounts: by its number, else by its name.
-
-        After a new installation of Slurm another job may have the number, so that names are compared too.
-        """
+        """After a new installation of Slurm another job may have the number, so that names are compared too."""
         number = record.number if record else None
         if not fresh and job.name in self._rows:
             row, queried = self._rows[job.name]

@@ -44,11 +44,8 @@ _TIME = re.compile(r"(?:(?:(\d+)-)?(\d+):(\d+):(\d+)|(\d+)-(\d+)(?::(\d+))?|(\d+
 
 
 def seconds_of(time: str) -> int | None:
-    """Return the seconds of one of Slurm's time limits; None for `UNLIMITED`, `infinite` and any other text.
-
-    Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, days-hours:minutes:seconds
-    (https://slurm.schedmd.com/sbatch.html#OPT_time).
-    """
+    """Return the seconds of one of Slurm's time limits (https://slurm.schedmd.com/sbatch.html#OPT_time); None for
+    `UNLIMITED`, `infinite` and any other text."""
     if (found := _TIME.fullmatch(time)) is None:
         return None
     days, hours, minutes, seconds, only_days, day_hours, day_minutes, only_minutes, rest = (
