@@ -35,7 +35,7 @@ def hub_endpoint() -> str:
     return endpoint
 
 
-def can_reach_hub(*, patience: float = timeouts.INTERACTIVE) -> bool:
+def can_reach_hub() -> bool:
     """Return whether the Hub answers at all; False too where the environment forbids requests to it."""
     import httpx
     from huggingface_hub import constants
@@ -43,7 +43,7 @@ def can_reach_hub(*, patience: float = timeouts.INTERACTIVE) -> bool:
     if constants.HF_HUB_OFFLINE:
         return False
     try:
-        httpx.head(hub_endpoint(), timeout=patience)
+        httpx.head(hub_endpoint(), timeout=timeouts.INTERACTIVE)
     except httpx.TransportError:
         return False
     return True

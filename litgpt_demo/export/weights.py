@@ -42,11 +42,6 @@ class Weights:
         """Name to a tensor without content, of the right shape and precision."""
 
     @property
-    def size(self) -> int:
-        """Bytes."""
-        return sum(form.nbytes for form in self.forms.values())
-
-    @property
     def blocks(self) -> list[list[str]]:
         """The names of each transformer block, and of each other weight."""
 
@@ -63,7 +58,8 @@ class Weights:
 
 
 def write_litgpt(weights: Weights, path: Path) -> None:
-    with translate_os_errors(str(path), needed=weights.size), incremental_save(path) as saver:
+    needed = sum(form.nbytes for form in weights.forms.values())
+    with translate_os_errors(str(path), needed=needed), incremental_save(path) as saver:
         tensors = (named for names in weights.blocks for named in weights.read(names).items())
         saver.save({name: saver.store_early(tensor) for name, tensor in tensors})
 
