@@ -64,14 +64,16 @@ def duration_text(seconds: float | None) -> str:
         return f"{max(seconds, 0.0):.1f} s"
     # Round to the smaller of the two units that will be shown first, so that nothing ever reads "59 min 60 s".
     for (size, name), (below, small) in pairwise(_SECONDS):
-        whole, rest = divmod(round(seconds / below), size // below)
-        if whole:
-            return f"{whole} {name} {rest} {small}" if rest else f"{whole} {name}"
+        count, rest = divmod(round(seconds / below), size // below)
+        if count and rest:
+            return f"{count} {name} {rest} {small}"
+        if count:
+            return f"{count} {name}"
     return f"{round(seconds)} s"
 
 
 def loss_text(loss: float | None) -> str:
-    """Four decimals; words where the loss is no finite number."""
+    """Four decimals, or text if the loss is not finite."""
     if loss is None:
         return NOTHING
     if math.isnan(loss):
@@ -91,16 +93,16 @@ def _scaled(number: float, units: tuple[tuple[float, str], ...]) -> str:
 
 
 ACTIVE = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
-"""Characters, as a regular expression's ranges, that are no text: controls but for tab and newline, what shows text in
-another order than it has, and halves of characters, which no encoding takes."""
+"""Characters that are not text, as ranges of a regular expression. They are controls except tab and newline, characters
+that change the order of text, and halves of characters, which no encoding accepts."""
 
 _COLOUR = r"\x1b\[[0-9;:]{0,40}m"
 _COLOUR_OR_ACTIVE = re.compile(rf"({_COLOUR})|[{ACTIVE}]")
 
 
 def harmless(text: str) -> str:
-    """Return text that a terminal shows and does not obey: what could steer it is written out, as `\\x1b`.
-    Colours stay unless nobody wants any, and end with the text."""
+    """Return text that cannot control a terminal: characters that could are written out, as `\\x1b`.
+    Colours stay unless NO_COLOR is set, and end with the text."""
     if os.environ.get("NO_COLOR"):  # https://no-color.org
         text = re.sub(_COLOUR, "", text)
     shown = _COLOUR_OR_ACTIVE.sub(lambda found: found[1] or found[0].encode("unicode_escape").decode(), text)
@@ -108,31 +110,33 @@ def harmless(text: str) -> str:
 
 
 def terminal_text(line: str) -> str:
-    """Return what a terminal would show of a line in which a progress bar went back to its start again and again."""
+    """Return the last state of a line in which a progress bar returned to the start many times."""
     return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def readable(line: LogLine) -> str:
-    """Return the line as it is printed, a metrics row in words. Whatever torchrun put before the row stays."""
+    """Return the line as it is printed, a metrics row as text. A prefix of torchrun stays."""
     row = from_log_line(line.text)
     if row is None:
         return str(line)
     before = line.text.partition(METRICS_MARK)[0].rstrip()
     try:
-        words = _words(row)
-    except (KeyError, TypeError, ValueError, OverflowError):  # no row of ours looks so, for a node may write anything
-        words = ", ".join(f"{name} {value}" for name, value in row.items())
-    words = " ".join(words.splitlines())  # a text in a row must not pass for a line of another node
-    return str(LogLine(line.node, f"{before} {words}".lstrip()))
+        text = _row_text(row)
+    except (KeyError, TypeError, ValueError, OverflowError):  # a node may write anything
+        text = ", ".join(f"{name} {value}" for name, value in row.items())
+    text = " ".join(text.splitlines())  # a text in a row must not look like a line of another node
+    return str(LogLine(line.node, f"{before} {text}".lstrip()))
 
 
-def _words(row: Row) -> str:
+def _row_text(row: Row) -> str:
     step = f"step {row['step']}  " if row["kind"] != "network" else ""
     match row["kind"]:
         case "start":
-            goes_on = f"goes on after step {row['step']} of {row['steps']}"
             ranks = f"{row['world_size']} ranks on {row['device_name']}, {row['precision']}"
-            begins = goes_on if row["step"] else f"starts, {row['steps']} steps"
+            if row["step"]:
+                begins = f"continues after step {row['step']} of {row['steps']}"
+            else:
+                begins = f"starts, {row['steps']} steps"
             return f"{begins}: {count_text(row['parameters'])} parameters, {ranks}"
         case "step":
             used = f"  MFU {share_text(row['mfu'])}" if row.get("mfu") is not None else ""
@@ -152,11 +156,11 @@ def _words(row: Row) -> str:
                 f"(training stood still for {stood}, committed after {saved})"
             )
         case "skip":
-            return f"{step}its update is left out: {row['why']}"
+            return f"{step}its update is skipped: {row['why']}"
         case "leave":
             return f"{step}leaves: {row['why']}"
         case "network":
-            floor = f", at least {row['floor']:.3g} are asked for" if "floor" in row else ""
+            floor = f", at least {row['floor']:.3g} are required" if "floor" in row else ""
             among = f"{row['ranks']} ranks on {row['nodes']} nodes"
             speed = f"{row['busbw']:.3g} GB/s (busbw)"
             return f"network: all-reduce of {bytes_text(row['bytes'])} among {among}, {speed}{floor}"

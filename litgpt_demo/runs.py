@@ -149,7 +149,7 @@ class NodeReport(BaseModel):
     fault: JobFault | None
     message: _Text
     ended: FiniteFloat
-    asked: FiniteFloat | None = None
+    signalled_at: FiniteFloat | None = None
     started: FiniteFloat | None = None
     gate_seconds: _Seconds = 0.0
     stage_seconds: _Seconds = 0.0

@@ -46,7 +46,9 @@ def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -
     are compared; those of our images were compared with the settings when they were built."""
     image, fabric = chosen_image(config), config.platform.fabric
     network = fabric if fabric is not None and fabric.node.plugged_in else None
-    reference = pinned or (image.reference if isinstance(image, PrebuiltImage) else None)
+    reference = pinned
+    if reference is None and isinstance(image, PrebuiltImage):
+        reference = image.reference
     if isinstance(image, BuiltImage) and (pinned is None or image.dockerfile is None):
         yield from _check_built(config, image, network)
     elif reference is not None and network is not None:

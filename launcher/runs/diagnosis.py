@@ -263,7 +263,7 @@ def _reported(report: NodeReport) -> RootCauseCandidate:
         if cause.waits:
             role = Role.WAITED
     elif fault is FailureClass.PREEMPTED:
-        began = report.asked
+        began = report.signalled_at
     elif fault is FailureClass.NODE and not explained and is_gpu_error(evidence):
         step = cause.step
     if cause.held:  # it continued when its stacks were requested, and so did the ranks that waited for it

@@ -1,6 +1,6 @@
-"""Scores of a collected model, by lm-evaluation-harness: what is asked, what is written down, and the asking itself.
+"""Scores of a collected model by lm-evaluation-harness: their file, and the evaluation itself.
 
-The asking needs torch and the extra `evaluate`, and has a process of its own; the rest is read by whoever shows scores.
+The evaluation needs torch and the extra `evaluate`, and has its own process. The rest is for readers of scores.
 """
 
 from __future__ import annotations
@@ -41,36 +41,38 @@ _PART = re.compile(r"\n## Scores\n\n(\|.*\n)*\Z")
 class Score(Settings):
     task: str
     metric: str
-    """With the filter of the answers that it is of, as `exact_match,strict-match`, where there is one."""
+    """With the filter of its answers, if it has one, as `exact_match,strict-match`."""
     value: FiniteFloat
     error: FiniteFloat | None
-    """The standard error; None where the harness has none."""
+    """The standard error; None if the harness has none."""
     samples: int
     few_shot: int
     larger_is_better: bool = True
-    """As the harness has it; where it does not know, larger is."""
+    """By the harness; true if it does not say."""
 
     def __str__(self) -> str:
-        return f"{self.value:.4f}" + ("" if self.error is None else f" ± {self.error:.4f}")
+        if self.error is None:
+            return f"{self.value:.4f}"
+        return f"{self.value:.4f} ± {self.error:.4f}"
 
 
 class Evaluation(Settings):
-    """The scores of one model on some tasks, as a run's folder keeps them."""
+    """The scores of one model on some tasks, as they are stored in a run's folder."""
 
     step: int
-    asked: EvaluationConfig
+    settings: EvaluationConfig
     scores: tuple[Score, ...]
     versions: dict[str, str]
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         """Task and metric, and the score, to be shown."""
-        first = "" if self.asked.limit is None else f", first {self.asked.limit:,} samples"
-        return [(f"{one.task}, {one.metric} ({one.few_shot}-shot{first})", str(one)) for one in self.scores]
+        first = "" if self.settings.limit is None else f", first {self.settings.limit:,} samples"
+        return [(f"{score.task}, {score.metric} ({score.few_shot}-shot{first})", str(score)) for score in self.scores]
 
     @property
     def objectives(self) -> dict[str, Score]:
-        """The scores by what a sweep calls them."""
+        """The scores by their names in a sweep."""
         return {f"evaluation.{score.task}.{score.metric}": score for score in self.scores}
 
     @property
@@ -82,19 +84,19 @@ def _files(final: FinalManifest) -> list[FileRecord]:
     return [file for file in final.files if f"{FINAL}/{file.path}".startswith(f"{HUGGINGFACE}/")]
 
 
-def place_of(model: FinalManifest | int, asked: EvaluationConfig) -> str:
-    """Return where the scores lie below the run's folder: by what is asked, and the model's files or its step."""
+def place_of(model: FinalManifest | int, settings: EvaluationConfig) -> str:
+    """Return the path of the scores in the run's folder. It follows from settings, tasks, and the model or its step."""
     which = f"step {model}" if isinstance(model, int) else " ".join(file.crc32c for file in _files(model))
-    folder = asked.folder
-    there = [] if folder is None else [path for path in folder.rglob("*") if path.is_file()]
-    files = sorted(path for path in there if "__pycache__" not in path.parts)  # the harness imports what is beside them
-    tasks = [f"{path.relative_to(folder or path)} {sha256_of(path)}" for path in files]
-    what = asked.model_dump(mode="json", exclude={"task_folder", "batch_size", "every_checkpoints"})
+    tasks = []
+    if settings.folder is not None:  # the harness also imports files next to those of the tasks
+        paths = [path for path in settings.folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        tasks = [f"{path.relative_to(settings.folder)} {sha256_of(path)}" for path in sorted(paths)]
+    what = settings.model_dump(mode="json", exclude={"task_folder", "batch_size", "every_checkpoints"})
     return f"{EVALUATIONS}/{content_hash(what, which, ' '.join(tasks))}.json"
 
 
 def read_evaluation(run: Storage, path: str) -> Evaluation | None:
-    """Return the scores that lie there, None where there are none yet."""
+    """Return the scores of this path, or None if there are none yet."""
     try:
         content = run.read(path)
     except FileNotFoundError:
@@ -102,24 +104,25 @@ def read_evaluation(run: Storage, path: str) -> Evaluation | None:
     return parse_json(content, Evaluation, where=run.address(path), fix="remove it, and evaluate again")
 
 
-def found_scores(run: Storage, final: FinalManifest, asked: EvaluationConfig | None) -> Evaluation | None:
-    """Return the scores of this model by what is asked, None where there are none yet or nothing is asked."""
-    return None if asked is None else read_evaluation(run, place_of(final, asked))
+def found_scores(run: Storage, final: FinalManifest, settings: EvaluationConfig | None) -> Evaluation | None:
+    """Return the scores of this model by these settings, or None if there are none yet."""
+    return None if settings is None else read_evaluation(run, place_of(final, settings))
 
 
 def evaluations(run: Storage, step: int | None = None) -> list[Evaluation]:
-    """Return all scores of the model at this step, or at all, the oldest first."""
+    """Return all scores of the model at this step, or at any step, oldest first."""
     paths = [path for path in run.list(EVALUATIONS) if _RESULT.fullmatch(path)]
-    found = [one for path in paths if (one := read_evaluation(run, path)) is not None]
-    return sorted((one for one in found if step in (None, one.step)), key=lambda one: one.step)
+    found = [read_evaluation(run, path) for path in paths]
+    chosen = [scored for scored in found if scored is not None and step in (None, scored.step)]
+    return sorted(chosen, key=lambda scored: scored.step)
 
 
 def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
-    """Put all scores of the model on its card; return its manifest, in which the card is another file by then.
+    """Write all scores of the model to its card, and return its new manifest.
 
-    The caller holds the lease of the run's evaluations: two writers at once leave a card that the manifest denies.
+    The caller holds the lease of the run's evaluations: two writers would leave a card that the manifest denies.
     """
-    pairs = [pair for one in evaluations(run, final.step) for pair in one.pairs]
+    pairs = [pair for scored in evaluations(run, final.step) for pair in scored.pairs]
     rows = "\n".join(f"| {name} | {value} |" for name, value in pairs)
     place = run.within(FINAL)
     before = place.read(CARD).decode()
@@ -127,7 +130,7 @@ def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
     card = f"{_PART.sub('', head)}\n## Scores\n\n| | |\n| --- | --- |\n{rows}\n{mark}{tail}"
     if card == before and any(file.path == CARD for file in final.files):
         return final
-    # Without the card for a moment: a manifest never tells of other bytes than those that are there.
+    # The manifest lacks the card for a moment, because it must never name other bytes than the stored ones.
     others = tuple(file for file in final.files if file.path != CARD)
     write_manifest(place, final.model_copy(update={"files": others}))
     stored = FileRecord.of(place.write(CARD, card.encode()))
@@ -136,22 +139,23 @@ def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
     return made
 
 
-def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> Evaluation:
-    """Ask the run's final/huggingface, or the checkpoint of a step, the tasks; leave the scores in the run's folder, or
-    find them there.
+def evaluate(run: Storage, settings: EvaluationConfig, step: int | None = None) -> Evaluation:
+    """Score the run's final/huggingface, or the checkpoint of a step, and store the scores in the run's folder.
 
-    A UserError where there is no such model, no such task, or no harness.
+    Existing scores are returned. A missing model, task or harness raises a UserError.
     """
     which = exported(run) if step is None else step
     if which is None or (isinstance(which, FinalManifest) and which.huggingface is None):
-        raise UserError(f"{run.address(HUGGINGFACE)} is not there", fix="collect the run: `train-litgpt collect`")
-    if (done := read_evaluation(run, path := place_of(which, asked))) is not None:
+        raise UserError(f"{run.address(HUGGINGFACE)} does not exist", fix="collect the run: `train-litgpt collect`")
+    path = place_of(which, settings)
+    done = read_evaluation(run, path)
+    if done is not None:
         return done
     import torch
     from lm_eval import simple_evaluate
 
     report_progress("loading the tasks and their data")
-    manager, tasks = _loaded(asked)
+    manager, tasks = _loaded(settings)
     report_progress("loading the model")
     with tempfile.TemporaryDirectory(prefix="evaluate-") as scratch:
         if isinstance(which, int):
@@ -164,15 +168,16 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
         try:
             result: Mapping[str, Any] = simple_evaluate(
                 model="hf", model_args={"pretrained": str(model), "dtype": "float32"}, tasks=tasks,
-                num_fewshot=asked.few_shot, limit=asked.limit, task_manager=manager, batch_size=asked.batch_size,
-                log_samples=False, device="cuda" if torch.cuda.is_available() else "cpu",
+                num_fewshot=settings.few_shot, limit=settings.limit, batch_size=settings.batch_size,
+                task_manager=manager, log_samples=False, device="cuda" if torch.cuda.is_available() else "cpu",
             )  # fmt: skip
         except (AssertionError, IndexError) as failure:
-            if (problem := _empty_choice(manager.load(tasks)["tasks"])) is not None:
+            problem = _empty_choice(manager.load(tasks)["tasks"])
+            if problem is not None:
                 raise problem from failure
             raise
     scores = list[Score]()
-    for task, figures in result["results"].items():  # a group is among them, whose samples are its tasks'
+    for task, figures in result["results"].items():  # a group has the samples of its tasks
         samples, shots = result["n-samples"].get(task, {}).get("effective", 0), result["n-shot"].get(task, 0)
         better = result["higher_is_better"].get(task, {})
         for name, value in figures.items():
@@ -180,31 +185,32 @@ def evaluate(run: Storage, asked: EvaluationConfig, step: int | None = None) -> 
             if isinstance(value, float) and math.isfinite(value) and not metric.endswith("_stderr"):
                 error = figures.get(f"{metric}_stderr,{kind}")
                 known_error = error if isinstance(error, float) and math.isfinite(error) else None
-                told = metric if kind == "none" else name
+                full_name = metric if kind == "none" else name
                 scores.append(
                     Score(
-                        task=task, metric=told, value=value, error=known_error, samples=samples, few_shot=shots,
+                        task=task, metric=full_name, value=value, error=known_error, samples=samples, few_shot=shots,
                         larger_is_better=better.get(metric) is not False,
                     )
                 )  # fmt: skip
     versions = {name: version(name) for name in ("lm_eval", "transformers", "torch", "datasets")}
     reached = which if isinstance(which, int) else which.step
-    made = Evaluation(step=reached, asked=asked, scores=tuple(scores), versions=versions)
+    made = Evaluation(step=reached, settings=settings, scores=tuple(scores), versions=versions)
     run.write(path, with_checksum(made.model_dump_json(indent=1).encode(), "record"))
     return made
 
 
-def _loaded(asked: EvaluationConfig) -> tuple[TaskManager, list[Any]]:
-    """Load the tasks and groups of tasks with their data, one by one, so that an error names its task."""
+def _loaded(settings: EvaluationConfig) -> tuple[TaskManager, list[Any]]:
+    """Load each task or group of tasks with its data by itself, so that an error names its task."""
     from lm_eval.tasks import TaskManager
 
-    manager, loaded = TaskManager(include_path=asked.folder), list[Any]()
-    if missing := sorted({*asked.tasks} - {*manager.all_tasks}):
+    manager, loaded = TaskManager(include_path=settings.folder), list[Any]()
+    missing = sorted({*settings.tasks} - {*manager.all_tasks})
+    if missing:
         what = f"evaluation.tasks: the harness {version('lm_eval')} has no task {', '.join(missing)}"
         raise UserError(what, fix="`lm-eval ls tasks` lists them; evaluation.task_folder adds your own")
-    if asked.folder is not None:
-        os.chdir(asked.folder)  # tasks name their files relative to it
-    for name in asked.tasks:
+    if settings.folder is not None:
+        os.chdir(settings.folder)  # tasks name their files relative to it
+    for name in settings.tasks:
         try:
             found = manager.load([name])
         except Exception as error:

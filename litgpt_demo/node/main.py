@@ -75,7 +75,7 @@ def report(
         "exit_code": 0 if fault is None else fault.exit_code,
         "fault": fault,
         "message": message,
-        "asked": result.signalled_at,
+        "signalled_at": result.signalled_at,
         "nodes": node.nodes,
         "processes": node.processes,
         "ranks": [

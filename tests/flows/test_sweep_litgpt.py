@@ -130,7 +130,7 @@ def test_best_trial_has_the_best_score(swept: Swept, tmp_path: Path, harness: No
         assert queries is not None
         final: Any = SimpleNamespace(validation_loss=rate, step=8, files=())
         score = Score(task="words", metric="acc", value=rate, error=None, samples=3, few_shot=0)
-        made = Evaluation(step=8, asked=queries, scores=(score,), versions={})
+        made = Evaluation(step=8, settings=queries, scores=(score,), versions={})
         run = await asyncio.to_thread(plan_run, config)
         run.storage.write(place_of(final, queries), with_checksum(made.model_dump_json(indent=1).encode(), "record"))
         return final

@@ -169,7 +169,7 @@ def test_scores_go_on_the_card_of_the_newest_manifest(run: Storage, monkeypatch:
 
     async def score(*_: object, **__: object) -> Evaluation:
         write_manifest(run.within("final"), final.model_copy(update={"tokens": 2}))
-        return Evaluation(step=8, asked=ASKED, scores=(), versions={})
+        return Evaluation(step=8, settings=ASKED, scores=(), versions={})
 
     async def show(*_: object, **__: object) -> None:
         pass

@@ -176,13 +176,13 @@ def end_of(node: int, how: str) -> NodeReport | None:
     return {
         "lost its peer": lost(node, after=1),
         "waited": report(node, FailureClass.HANG, rank(node, "Timed out waiting 6000ms", waits=True)),
-        "was asked to leave": report(node, FailureClass.PREEMPTED, after=60, asked=NOON + 30),
+        "was asked to leave": report(node, FailureClass.PREEMPTED, after=60, signalled_at=NOON + 30),
         "ended well": report(node, None),
         "process killed": report(node, FailureClass.NODE, rank(node, exit_code=-9), after=1),
         "hung": hung(node, silent=0),
         "out of memory": report(node, FailureClass.OUT_OF_MEMORY, rank(node, "OutOfMemoryError: 3 GB")),
         "wrong": report(node, FailureClass.USER, rank(node, "ValueError: 3")),
-        "preempted": report(node, FailureClass.PREEMPTED, asked=NOON),
+        "preempted": report(node, FailureClass.PREEMPTED, signalled_at=NOON),
     }.get(how)
 
 
@@ -237,7 +237,7 @@ def test_a_report_beyond_the_limits_counts_as_none(forged: str, tmp_path: Path) 
 SMALL = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
 JSON = st.recursive(SMALL, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner))
 HUNG = hung(0, silent=1).model_dump(mode="json")
-FIELDS = st.sampled_from(["node", "exit_code", "fault", "message", "ended", "asked", "ranks"])
+FIELDS = st.sampled_from(["node", "exit_code", "fault", "message", "ended", "signalled_at", "ranks"])
 
 
 @given(

@@ -38,7 +38,7 @@ def test_two_nodes_leave_together_and_resume_bit_for_bit(new_run: NewRun, tmp_pa
     assert [node.returncode for node in nodes] == [45, 45], outputs
     reports = [report_of(tmp_path / "first", number) for number in (0, 1)]
     assert [report["fault"] for report in reports] == [FailureClass.PREEMPTED] * 2
-    assert [report["asked"] is not None for report in reports] == [False, True]
+    assert [report["signalled_at"] is not None for report in reports] == [False, True]
     saved = list_complete(open_storage(str(taken)))[0].step
     assert 5 <= saved < 400
     for run, name in ((taken, "second"), (through, "other")):
