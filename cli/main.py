@@ -324,6 +324,7 @@ def collect(
 
 
 def _folders(target: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
+    """Return the folders of runs, for verbs that only read files: a run's address works too, without an index."""
     if "/" in target and not target.endswith((".yaml", ".yml")):  # a copied run may be in no index
         return [open_storage(target)]
     resolved = target_of(target, overrides, profile, root)
@@ -777,6 +778,7 @@ def reap(
 
 
 def target_of(name: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
+    """Return the runs that a config, a name or @last means, for verbs that query or change jobs."""
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return find_started_with(read_config(Path(name), overrides, profile))
     if overrides:

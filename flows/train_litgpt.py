@@ -36,8 +36,8 @@ ON_ROW: ContextVar[Callable[[Row], None]] = ContextVar("on_row", default=lambda 
 async def train_litgpt(config: RunConfig) -> FinalManifest:
     """Prepare the data, pin the software, check access, train, collect.
 
-    A step that is done costs nothing when it is repeated. For a live job, nothing is checked that only a submission
-    needs: machines, image and access.
+    A step that is already done costs nothing when it is repeated. If the job is live, `prepare_job` skips the checks
+    that only a submission needs: machines, image and access.
     """
     flow_run = flow_runs()[0]
     run = await asyncio.to_thread(lambda: run_of_flow_run(config, flow_run) or PLANNED.get() or plan_run(config))
@@ -47,7 +47,7 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 
 
 async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
-    claim = claim_at(run)
+    claim = claim_at(run)  # the right to start or reattach to attempts of this run
     watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
 
     async def inputs(_reattaches: bool) -> DatasetManifest:

@@ -37,7 +37,7 @@ ATTEMPT_LABEL = "train-litgpt/attempt"
 JOB_LABEL = "train-litgpt/job"
 
 PREVIEW = "000000"
-"""The nonce of a job that is only shown. Each attempt gets its own when it is claimed."""
+"""The nonce (a random number used once) of a job that is only shown. Each attempt gets its own when it is claimed."""
 
 
 def new_nonce() -> str:
@@ -75,7 +75,7 @@ class Job:
     image: str | None = None
     """The image by digest, None without containers."""
     stage: tuple[str, ...] = ()
-    """The addresses of datasets that each node fetches and verifies before it starts its ranks."""
+    """The addresses of datasets that each node copies and verifies before it starts its ranks."""
     code: str | None = None
     """The address of the archive of the user's own code, which each node unpacks and starts in."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -186,8 +186,8 @@ class JobStatus:
     exit_codes: Mapping[int, int] = field(default_factory=dict)
     """Node number to exit code of the ended nodes. A negative one is the number of the signal that killed it."""
     evictions: Mapping[int, str] = field(default_factory=dict)
-    """Node number to reason and advice, for nodes that were evicted from a full machine or could not be started. It
-    outweighs their reports."""
+    """Node number to reason and advice, for nodes that were evicted from a full machine or could not be started. The
+    diagnosis uses this instead of their reports."""
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Node number to its machine, as far as the platform reports it."""
     scheduled: float | None = None
@@ -205,7 +205,7 @@ class JobStatus:
     refused: Finding | None = None
     """The reason and fix if the platform has refused to run it for longer than a run waits."""
     has_running_nodes: bool = False
-    """It has ended for us, but some of its nodes still run and cost: the follower of the job cancels it."""
+    """The job counts as ended, but some of its nodes still run and cost money: the orchestrator cancels it."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
+
+from cli.main import app
+from litgpt_demo.schedules import SCHEDULES
 
 PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").glob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -97,3 +101,15 @@ def test_the_skill_is_what_an_assistant_loads() -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", skill["name"])
     assert len(skill["description"]) <= 1024
     assert len(body.splitlines()) <= 80
+
+
+def test_page_of_training_has_each_schedule() -> None:
+    page = Path("docs/training.md").read_text("utf-8")
+    assert not [name for name in SCHEDULES if f"| `{name}`" not in page], "add a row to the table of schedules"
+
+
+def test_page_of_commands_has_each_command_with_json() -> None:
+    page = Path("docs/commands.md").read_text("utf-8")
+    commands = get_command(app).commands.items()  # type: ignore[attr-defined]
+    with_json = [name for name, command in commands if any(param.name == "as_json" for param in command.params)]
+    assert not [name for name in with_json if f"| `{name}` |" not in page], "add a row to the table of documents"

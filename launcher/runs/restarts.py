@@ -1,7 +1,7 @@
 """The restart policy: whether another attempt follows a failed one, when, and which machines it avoids.
 
-Each failure class has its own count (litgpt_demo.config.RestartSettings has the rules). If its rule forgives, an
-attempt that has committed a new checkpoint is not counted and resets the count. A machine that is preempted every hour
+Each failure class has its own count and rule (litgpt_demo.config.RestartSettings). With `reset_on_progress`, an attempt
+that has committed a new checkpoint is not counted and resets the count. A machine that is preempted every hour
 can thus train for weeks, but a program that only claims to be preempted cannot. A script's checkpoints are unknown, so
 that each of its attempts counts.
 """

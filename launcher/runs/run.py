@@ -37,7 +37,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training whose key is known, though perhaps nothing of it exists yet."""
+    """A training with a known run id (`key`); nothing of it needs to exist yet."""
 
     config: RunConfig
     dataset: PlannedDataset
@@ -106,7 +106,7 @@ def preview_run(config: RunConfig) -> Run:
 
 
 def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | None = None) -> Run:
-    """Return the run of a config with its planned dataset and initial weights, because planning reads all of them."""
+    """Return the run of a config whose dataset and initial weights were read already, which takes long."""
     train = config.train.run_id_settings()
     fields = catalogue.settings(config.model.name, config.model.config)
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}

@@ -56,7 +56,7 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     # torchrun prints its ranks' output at once, with the number of the rank in the job.
     variables["PYTHONUNBUFFERED"] = "1"
     variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
-    if node.is_ours:  # torchrun starts it as it starts users' modules, which may be in this folder
+    if node.is_ours:  # our own code is installed; only users' modules may be in the folder that torchrun starts in
         variables["PYTHONSAFEPATH"] = "1"
     # The collectives that each rank had begun when one timed out. torch 2.5 and older read only the second name.
     for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
@@ -162,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
 
     timer = NodeTimer()
     node = parse(unpack(argv, os.environ), os.environ)
-    folder = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # the attempt's number is its name
+    folder = (node.log_uri or str(node.directory)).rstrip("/").rpartition("/")[2]  # attempts/<number>
     if folder.isdecimal() and len(folder) < 10:
         timer.attempt = int(folder)
     number, path = node.node_rank, node.own.with_suffix(".json")

@@ -46,7 +46,7 @@ from litgpt_demo.training.starting import start_from
 from litgpt_demo.training.step import MetricReducer, StepResult, evaluate, train_step
 
 _BUDGET_EXCEEDED = 0
-"""Stands among the numbers of received signals for the budget's end; no signal has it."""
+"""Marks the end of the budget in the list of received signals, because no signal has this number."""
 _MOST_SKIPS_IN_A_ROW = 10
 """A batch or two may be bad. If this many steps in a row make no update, the data is not the cause."""
 
@@ -141,7 +141,7 @@ class Loop:
             validation_loss = self._evaluate() if should_evaluate else None
             if should_save or is_last or self.stop_reason:
                 training.heart.beat(self.done, "saving", max_silence=timeouts.STATE_TRANSFER)
-                if self.stop_reason == "max_time":  # by another rank's clock, a moment ahead of this one
+                if self.stop_reason == "max_time":  # the clock of another rank reached the limit a moment earlier
                     timer.previous += max(0.0, limit - timer.seconds)
                 self._report.pause(self._saver.save(self.done, validation_loss))
             if self.stop_reason:
@@ -149,8 +149,8 @@ class Loop:
                 return
 
     def _collect(self, *, wait: bool) -> str | None:
-        # With `wait`, or a reason to stop, the newest step is waited for too. What is saved is then known to be finite:
-        # a state that is not would be resumed from forever.
+        # With `wait`, or a reason to stop, wait for the newest step too: a state that is not finite must not be saved,
+        # because every later attempt would resume from it.
         in_flight, stop_reason = 0 if wait else 1, None
         while (result := self._reducer.collect(max_in_flight=in_flight)) is not None:
             self._handle_step(result)
@@ -214,7 +214,7 @@ class Loop:
         if len(windows) > 64:
             listed += ", …"
         look = f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`"
-        message = f"{problem}; its samples are the windows {listed} of the training split; {look}. {self._advice()}"
+        message = f"{problem}; its samples have the ids {listed} in the training split; {look}. {self._advice()}"
         if spec.train.on_nonfinite == "stop":
             raise UserError(f"{message}, and train.on_nonfinite=skip leaves out the update of such a step")
         if self._skips_in_a_row == _MOST_SKIPS_IN_A_ROW:

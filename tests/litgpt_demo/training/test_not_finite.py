@@ -57,7 +57,7 @@ def test_it_stops_with_the_windows_and_how_to_see_them(
     poison(training, [samples[3]], by=math.nan)
     with pytest.raises(UserError, match="the loss of step 7 is nan") as stopped:
         fit(training)
-    assert f"its samples are the windows {', '.join(map(str, samples))} of the training split" in str(stopped.value)
+    assert f"its samples have the ids {', '.join(map(str, samples))} in the training split" in str(stopped.value)
     assert [found.step for found in list_complete(training.run)] == [4]
 
     command = re.search(r"`python -m litgpt_demo (.*?)`", str(stopped.value))
