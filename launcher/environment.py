@@ -14,10 +14,10 @@ from launcher.networks.profile import Network, Variable
 from litgpt_demo.node.network import NETWORK
 
 Origin = Literal["profile", "platform", "user", "job", "script"]
-"""`profile`: the network's. `platform`: what launching needs. `user`: platform.overrides. `job`: the run's own, `env`
+"""`profile`: the network's. `platform`: what launching needs. `user`: platform.env. `job`: the run's own, `env`
 of a script. `script`: not in the pod's specification; a script of the network sets it on the node."""
 _SETTERS: dict[str, str] = {
-    "platform": "the launcher", "user": "platform.overrides", "profile": "the network profile",
+    "platform": "the launcher", "user": "platform.env", "profile": "the network profile",
     "script": "a script of the network profile",
 }  # fmt: skip
 
@@ -60,9 +60,9 @@ def node_environment(
     `own` are the NodeNetwork fields that differ per platform. `named=False` leaves the network's name out.
     """
     # Variables of the user and of the job win over the network's scripts, which the node sources afterwards.
-    overrides = dict(settings.overrides)
+    user_env = dict(settings.env)
     if network.scripted:
-        overrides = {**job.env, **overrides}
+        user_env = {**job.env, **user_env}
     # Plain TCP has no bandwidth that a test could compare with.
     is_tested = job.nodes > 1 and network.node.nccl_net is not None
     common = {
@@ -70,7 +70,7 @@ def node_environment(
         "environment": {
             variable.name: variable.value for variable in network.environment if variable.after and network.node.scripts
         },
-        "overrides": overrides,
+        "user_env": user_env,
         "gate_seconds": settings.network_test if is_tested else 0,
     }
     node = network.node.model_copy(update={**common, **own})
@@ -84,11 +84,11 @@ def node_environment(
         Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
         *more,
     ]
-    return combined(rows, job.env, settings.overrides, network)
+    return combined(rows, job.env, settings.env, network)
 
 
 def combined(
-    platform: Iterable[Entry], job: Mapping[str, str], overrides: Mapping[str, str], network: Network | None
+    platform: Iterable[Entry], job: Mapping[str, str], user: Mapping[str, str], network: Network | None
 ) -> list[Entry]:
     """Return all variables of the node's container; those that scripts set come last, and are not sent. Raises
     ConfigProblem with every variable that is set twice: one that chooses another transport would be slow without a
@@ -100,19 +100,19 @@ def combined(
         by_profile = {variable.name: _network_entry(variable, "profile") for variable in network.environment}
         by_script = {variable.name: _network_entry(variable, "script") for variable in network.scripted}
     by_user = {}
-    for name, value in overrides.items():
-        why = "platform.overrides"
+    for name, value in user.items():
+        why = "platform.env"
         if replaced := by_profile.get(name) or by_script.get(name):
             why += f", instead of {replaced.value}"
         by_user[name] = Entry(name=name, value=value, origin="user", why=why)
     by_job = {name: Entry(name=name, value=value, origin="job", why="env of the job") for name, value in job.items()}
     problems = [
         f"{name!r} cannot be an environment variable; use letters, digits and underscores"
-        for name in {**overrides, **job}
+        for name in {**user, **job}
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
     ]
     problems += [
-        f"platform.overrides sets {name}, which the launcher sets itself; leave it out"
+        f"platform.env sets {name}, which the launcher sets itself; leave it out"
         for name in sorted(by_platform.keys() & by_user.keys())
     ]
     problems += _conflicts(by_job, {**by_script, **by_profile, **by_user, **by_platform})
@@ -136,7 +136,7 @@ def _conflicts(by_job: Mapping[str, Entry], others: Mapping[str, Entry]) -> Iter
             continue
         fix = "leave it out of env"
         if entry.origin in {"profile", "script"}:
-            fix = "if that is meant, set it in platform.overrides instead"
+            fix = "if that is meant, set it in platform.env instead"
         setter = _SETTERS[entry.origin]
         yield f"env sets {name}={value}, and {setter} sets {name}={entry.value or entry.field}; {fix}"
 

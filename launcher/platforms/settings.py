@@ -132,8 +132,8 @@ class PlatformSettings(Settings):
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, or plain sockets: with the same daemons and
         cards."""
-        overrides = {**getattr(self, "overrides", {}), "NCCL_NET": "Socket"}
-        return self._changed(network_test=0, **({"overrides": overrides, "allow_sockets": True} if sockets else {}))
+        env = {**getattr(self, "env", {}), "NCCL_NET": "Socket"}
+        return self._changed(network_test=0, **({"env": env, "allow_sockets": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
         return self._changed(nodes=1, processes=1, network_test=0)
@@ -150,8 +150,9 @@ class ClusterSettings(PlatformSettings):
     """Ranks per node; left out, one per GPU, or one."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the place where its value is kept."""
-    overrides: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables that win over the network profile's. Not for secrets: they would be stored and shown."""
+    env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
+    """Environment variables of the nodes. They win over the network profile's. Not for secrets, because these would be
+    stored and shown."""
     network_test: WholeSeconds = Field(60, ge=0, le=60)
     """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
     grace_period: WholeSeconds = Field(30, ge=1, le=3600)

@@ -33,7 +33,7 @@ def of_network(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     variables = _with_libraries(environ, network.library_paths)
     if network.scripts:
         variables = _with_libraries(sourced(network.scripts, variables), network.library_paths)
-    variables |= network.environment | network.overrides
+    variables |= network.environment | network.user_env
     if network.hca is not None:
         variables |= rdma(network, variables, root / "sys")
     return variables
@@ -134,10 +134,10 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
         fix = f"check {_CARDS}: the second interface has no IPv4 address"
     elif len(ports) > len(set(ports)):
         what = f"one of the ports {', '.join(ports)} has more than one address that is RoCE v2 over IPv4"
-        fix = "give the interface one address, or set NCCL_IB_GID_INDEX in platform.overrides"
+        fix = "give the interface one address, or set NCCL_IB_GID_INDEX in platform.env"
     elif len(indices) > 1:
         what = f"the ports {', '.join(ports)} have their address that is RoCE v2 over IPv4 at different indices"
-        fix = "set NCCL_IB_HCA in platform.overrides to one card, or NCCL_IB_GID_INDEX=-1 with NCCL 2.21 or newer"
+        fix = "set NCCL_IB_HCA in platform.env to one card, or NCCL_IB_GID_INDEX=-1 with NCCL 2.21 or newer"
     else:
         return ports, indices.pop()
     raise NodeError("\n".join([f"{what} in the table", *(map(str, gids) if gids else ["  (empty)"])]), fix=fix)

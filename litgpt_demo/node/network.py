@@ -62,7 +62,7 @@ class NodeNetwork(Settings):
     """Folders that come first in LD_LIBRARY_PATH, before what the image has there."""
     environment: dict[str, str] = Field({})
     """Variables that are set after the scripts, which would overwrite them."""
-    overrides: dict[str, str] = Field({})
+    user_env: dict[str, str] = Field({})
     """The user's own variables: set last, so that they win over profile and scripts."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces that this node must have."""

@@ -272,7 +272,7 @@ def _environment(
     first = len(own)
     if settings.stage == "fuse" and job.stage:
         add("LITGPT_DATASET", f"{BUCKETS}/{bucket_path(job.stage[0])}", "where the dataset's bucket is mounted")
-    users = {**job.env, **settings.overrides, **settings.secrets}
+    users = {**job.env, **settings.env, **settings.secrets}
     if unprivileged and "USER" not in users:  # a user id that the image does not know
         add("USER", "trainer", "torch.compile asks for the user's name (getpass), and the image may not know one")
     if read_only and "HOME" not in users:

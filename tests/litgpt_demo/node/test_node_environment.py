@@ -34,7 +34,7 @@ def test_user_variables_win_over_network_over_scripts(script: str) -> None:
         scripts=(script,),
         library_paths=("/usr/local/gib/lib64", "/plugin"),
         environment={"NCCL_DEBUG": "INFO", "NCCL_NET": "gIB"},
-        overrides={"NCCL_NET": "Socket"},
+        user_env={"NCCL_NET": "Socket"},
     )
     before = {**BASE, "NCCL_LIB_DIR": "/plugin", "LD_LIBRARY_PATH": "/opt/hpcx:/plugin", "NCCL_DEBUG": "TRACE"}
     own_variables = of_network(network, before)

@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "machine": "g2-standard-48", "vpc": "projects/p/global/networks/training", "external_ip": False,
         "subnetwork": "projects/p/regions/us-central1/subnetworks/training", "tags": ("trainer",), "priority": 7,
         "service_account": "trainer@p.iam.gserviceaccount.com", "shm": "16Gi",
-        "secrets": {"WANDB_API_KEY": "projects/p/secrets/wandb/versions/latest"}, "overrides": {"NCCL_DEBUG": "WARN"},
+        "secrets": {"WANDB_API_KEY": "projects/p/secrets/wandb/versions/latest"}, "env": {"NCCL_DEBUG": "WARN"},
         "registry_username": "projects/p/secrets/registry-user/versions/1",
         "registry_password": "projects/p/secrets/registry-password/versions/latest",
     },

@@ -78,7 +78,7 @@ def told(options: dict[str, Any], **env: str) -> dict[str, dict[str, str]]:
 
 
 def test_each_variable_has_its_origin_and_reason() -> None:
-    rows = told({**TCPXO, "overrides": {"NCCL_DEBUG": "WARN", "NCCL_BUFFSIZE": "1"}}, MY_FLAG="1", NCCL_BUFFSIZE="1")
+    rows = told({**TCPXO, "env": {"NCCL_DEBUG": "WARN", "NCCL_BUFFSIZE": "1"}}, MY_FLAG="1", NCCL_BUFFSIZE="1")
     assert {
         "LITGPT_ATTEMPT": "platform", "NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY": "profile", "NCCL_DEBUG": "user",
         "MY_FLAG": "job", "NCCL_NVLSTREE_MAX_CHUNKSIZE": "script", "NCCL_BUFFSIZE": "user",
@@ -91,11 +91,11 @@ def test_each_variable_has_its_origin_and_reason() -> None:
 @pytest.mark.parametrize(
     ("options", "env", "message"),
     [
-        (TCPX, {"NCCL_NET": "Socket"}, r"the network profile.*set it in platform.overrides"),
+        (TCPX, {"NCCL_NET": "Socket"}, r"the network profile.*set it in platform.env"),
         (TCPXO, {"NCCL_BUFFSIZE": "1"}, r"a script of the network profile sets NCCL_BUFFSIZE=8388608"),
         (TCPX, {"LITGPT_ATTEMPT": "x"}, r"the launcher sets LITGPT_ATTEMPT.*leave it out of env"),
-        ({**TCPX, "overrides": {"A": "1"}}, {"A": "2"}, r"platform.overrides sets A=1"),
-        ({**TCPX, "overrides": {"LITGPT_NETWORK": "{}"}}, {}, r"platform.overrides sets LITGPT_NETWORK"),
+        ({**TCPX, "env": {"A": "1"}}, {"A": "2"}, r"platform.env sets A=1"),
+        ({**TCPX, "env": {"LITGPT_NETWORK": "{}"}}, {}, r"platform.env sets LITGPT_NETWORK"),
         (TCPX, {"not a name": "1"}, r"'not a name' cannot be an environment variable"),
     ],
 )

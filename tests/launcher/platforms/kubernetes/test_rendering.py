@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     }),
     "fuse-on-host": ("plain", {"stage": "fuse", "service_account": "trainer", "host_network": True}),
     "tcpx-mirrored": ("tcpx", {"network_registry": "mirror.example", "disable_pmtu": True}),
-    "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "overrides": {"NCCL_DEBUG": "WARN"}}),
+    "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "env": {"NCCL_DEBUG": "WARN"}}),
     "tcpxo-on-host": ("tcpxo", {"host_network": True}),
     "gib-on-host": ("gib", {"host_network": True}),
     "gib-claims": ("gib", {"machine": "a4-highgpu-8g", "network_attach": "dra"}),

@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "site": {
         **ROCE, "roce_network": "default/rdma-net", "roce_resource": "nvidia.com/hca", "roce_interface": "net2",
         "node_pools": ["h100", "default"], "node_type": "dgx", "topology": "rack", "topology_required": True,
-        "cpus": 32, "memory": "400G", "run_as_user": True, "overrides": {"NCCL_IB_TC": "106"}, "network_test": 0,
+        "cpus": 32, "memory": "400G", "run_as_user": True, "env": {"NCCL_IB_TC": "106"}, "network_test": 0,
     },
     "part-of-a-gpu": {"nodes": 1, "gpus": 0.5, "large_shm": False},
     "interactive": {**ROCE, "interactive": True},
