@@ -44,7 +44,7 @@ async def run_script(config: ScriptConfig) -> str:
             await ship_code(opaque(script.code), config.root)
 
     _, identity = await prepare_job(claim, script, inputs)
-    nodes = f"{config.platform.nodes} nodes x {config.platform.processes}"
+    nodes = f"{config.platform.nodes} nodes x {config.platform.processes_per_node}"
     emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
     claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
     record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restart_policy, watch=watch)

@@ -44,8 +44,10 @@ class BenchmarkConfig(Settings):
 
     @model_validator(mode="after")
     def _has_links(self) -> Self:
-        if self.platform.nodes * self.platform.processes < 2:
-            raise ValueError("platform has one node of one process: nothing to measure; raise nodes or processes")
+        if self.platform.nodes * self.platform.processes_per_node < 2:
+            raise ValueError(
+                "platform has one node of one process: nothing to measure; raise nodes or processes_per_node"
+            )
         return self
 
     def jobs(self) -> list[ScriptConfig]:

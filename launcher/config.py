@@ -142,15 +142,15 @@ class RunConfig(Settings):
 
     @property
     def world_size(self) -> int:
-        return self.platform.nodes * self.platform.processes
+        return self.platform.nodes * self.platform.processes_per_node
 
     @model_validator(mode="after")
     def _batch_splits(self) -> Self:
         self.train.gradient_accumulation_steps(self.world_size)
-        nodes, processes = self.platform.nodes, self.platform.processes
+        nodes, processes = self.platform.nodes, self.platform.processes_per_node
         if self.train.strategy == "hybrid" and 1 in (nodes, processes):
             problem = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
-            size = f"the run has platform.nodes={nodes} with platform.processes={processes} each"
+            size = f"the run has platform.nodes={nodes} with platform.processes_per_node={processes} each"
             raise ValueError(f"{problem}, but {size}; take train.strategy=fsdp, or at least 2 of both")
         profiler = self.train.profiler
         if profiler is not None and max(profiler.ranks) >= self.world_size:

@@ -112,7 +112,6 @@ def require_gpus(name: str | None, *, gpus: int | None, processes: int) -> None:
         raise ValueError(f"platform.gpus={gpus}, but a {name} has {machine.gpus}; leave platform.gpus out")
     available = machine.gpus if machine else gpus
     if available and processes > available:
-        what = (
-            f"platform.processes={processes}, but a {name or 'node'} has {available} GPUs, and ranks cannot share one"
-        )
-        raise ValueError(f"{what}; leave platform.processes out")
+        setting = "platform.processes_per_node"
+        what = f"{setting}={processes}, but a {name or 'node'} has {available} GPUs, and ranks cannot share one"
+        raise ValueError(f"{what}; leave {setting} out")

@@ -64,7 +64,7 @@ async def train(
     """Train until the run's last checkpoint is committed, unless it is already; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
     platform = run.config.platform
-    nodes = f"{platform.nodes} nodes x {platform.processes} processes ({platform.kind})"
+    nodes = f"{platform.nodes} nodes x {platform.processes_per_node} processes ({platform.kind})"
     emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {nodes}"))
     committed = await asyncio.to_thread(checkpoints.list_complete, run.storage)
     done = bool(committed) and checkpoints.reached_end(committed[0], spec)  # collection reads every byte of it

@@ -207,7 +207,7 @@ def tiny_under(corpus: Path) -> Callable[..., RunConfig]:
                 "global_batch": 4, "micro_batch": 4, "max_steps": 8, "warmup_steps": 1, "learning_rate": 0.01,
                 "precision": "32-true", "evaluate_every": 4, "evaluation_samples": 8, "checkpoint_every": 4,
             },
-            "platform": {"kind": "local", "nodes": 1, "processes": 1},
+            "platform": {"kind": "local", "nodes": 1, "processes_per_node": 1},
         }  # fmt: skip
         return validated(RunConfig, overridden(document, changes or {}), where="tiny")
 

@@ -207,7 +207,7 @@ def figures(
         rows.append(("FLOPs in all", f"{per_token * tokens:.3g}", how))
     train, nodes = needed.train, config.platform.nodes
     optimizer = optimizer_of(train).title
-    ways = train.shard_degree(nodes, config.platform.processes)
+    ways = train.shard_degree(nodes, config.platform.processes_per_node)
     if needed.world_size > 1:
         strategy = train.strategy.replace("auto", "ddp")
         how = needed.why or f"as train.strategy={strategy} says"

@@ -99,7 +99,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         yield from check_packages(os.environ)
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it silently
         what = f"train.strategy={train.strategy} is ignored: there is one process"
-        yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes")
+        yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes_per_node")
     if config.evaluation is not None:
         yield from check_evaluation(config.evaluation)
     yield from check_memory(config, vocab_size=vocab_size)

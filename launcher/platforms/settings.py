@@ -70,7 +70,7 @@ class PlatformSettings(Settings):
 
     kind: str
     nodes: Count
-    processes: Count
+    processes_per_node: Count
     grace_period: WholeSeconds
     usd_per_hour: float | None = Field(None, gt=0)
     """The price of a node for an hour, in dollars; empty is the list price of `machine`, if there is one."""
@@ -136,7 +136,7 @@ class PlatformSettings(Settings):
         return self._changed(network_test=0, **({"env": env, "allow_sockets": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
-        return self._changed(nodes=1, processes=1, network_test=0)
+        return self._changed(nodes=1, processes_per_node=1, network_test=0)
 
     def _changed(self, **changes: Any) -> Self:
         fields = type(self).model_fields
@@ -146,7 +146,7 @@ class PlatformSettings(Settings):
 class ClusterSettings(PlatformSettings):
     """The settings of every platform whose nodes are machines elsewhere that run containers."""
 
-    processes: Count = Field(1, gt=0, le=64, json_schema_extra=without_default)
+    processes_per_node: Count = Field(1, gt=0, le=64, json_schema_extra=without_default)
     """Ranks per node; left out, one per GPU, or one."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the place where its value is kept."""
@@ -175,14 +175,14 @@ class ClusterSettings(PlatformSettings):
     @model_validator(mode="before")
     @classmethod
     def _one_rank_per_gpu(cls, section: Any) -> Any:
-        if not isinstance(section, Mapping) or section.get("processes") is not None:
+        if not isinstance(section, Mapping) or section.get("processes_per_node") is not None:
             return section
         machine = MACHINES.get(str(section.get("machine")))
         try:
             gpus = int(float(machine.gpus if machine else section.get("gpus") or 0))
         except (TypeError, ValueError, OverflowError):  # the field `gpus` reports that this is no number
             return section
-        return {**section, "processes": max(1, gpus)}
+        return {**section, "processes_per_node": max(1, gpus)}
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each that `secrets` does not name."""

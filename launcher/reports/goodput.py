@@ -160,7 +160,7 @@ def ledger(attempts: Sequence[AttemptTimes], rows: Sequence[Row], price: Recorde
         platform = attempt.record.platform
         usd_per_hour = _usd_per_hour(attempt.record, price)
         for span in _spans(attempt, following, lives, rows):
-            book.book(span, processes=_count(platform, "processes"), usd_per_hour=usd_per_hour)
+            book.book(span, processes=_count(platform, "processes_per_node"), usd_per_hour=usd_per_hour)
     return book
 
 

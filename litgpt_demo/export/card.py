@@ -93,7 +93,9 @@ def _card(
     checkpoint, software = lineage["checkpoint"], lineage["software"]
     mixed = [source.name for source in dataset.mixture.sources] if dataset.mixture else []
     corpus, platform = config.get("data", {}).get("corpus", {}), config.get("platform", {})
-    known = [f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes") if platform.get(name)]
+    known = [
+        f"{name}: {platform[name]}" for name in ("kind", "machine", "nodes", "processes_per_node") if platform.get(name)
+    ]
     used = [
         f"{start.get('world_size', 1):,} processes on {start.get('device_name', '?')}" for start in lineage["hardware"]
     ]

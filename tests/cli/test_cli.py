@@ -85,9 +85,9 @@ def test_looking_imports_nothing_heavy(workdir: Path) -> None:
 
 def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
     for name, kind in (("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)):
-        config = read_config(workdir / name, ["platform.processes=1"], workdir / "there.yaml")
+        config = read_config(workdir / name, ["platform.processes_per_node=1"], workdir / "there.yaml")
         assert type(config) is kind
-        assert (config.root, config.platform.nodes, config.platform.processes) == ("there", 1, 1)
+        assert (config.root, config.platform.nodes, config.platform.processes_per_node) == ("there", 1, 1)
     assert str(workdir / "there") in cli("status", "training.yaml", "--platform", "there.yaml").err
 
 
@@ -519,7 +519,7 @@ def test_changed_setting_keeps_all_other_deployed_settings() -> None:
     wanted = validated(RunConfig, overridden(document, {"train.learning_rate": 3e-4, "train.seed": 7}), where="test")
     assert made == {**wanted.model_dump(mode="json"), "overrides": {}}
     profile = {"root": "there", "platform": {"kind": "local", "grace_period": 7}}
-    moved = parameters_with("train-litgpt", deployed, {"platform.processes": 2}, profile=profile)
+    moved = parameters_with("train-litgpt", deployed, {"platform.processes_per_node": 2}, profile=profile)
     assert (moved["root"], moved["platform"]["grace_period"], moved["platform"]["processes"]) == ("there", 7, 2)
     assert moved["train"]["seed"] == 7
     with pytest.raises(ConfigProblem, match=r"train\.lerning_rate: unknown setting"):

@@ -18,4 +18,4 @@ def settings_of(**changes: Any) -> BatchPlatformConfig:
 def job_of(settings: BatchPlatformConfig, **changes: Any) -> Job:
     """A training on the machines of these settings."""
     root = settings.nfs_path if settings.nfs else "gs://bucket/pretraining"
-    return training_job(root, **{"nodes": settings.nodes, "processes": settings.processes, **changes})
+    return training_job(root, **{"nodes": settings.nodes, "processes": settings.processes_per_node, **changes})

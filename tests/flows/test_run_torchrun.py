@@ -33,7 +33,7 @@ def _ends_well(platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def ran(root: Path, script: str, **arguments: Any) -> Path:
     """The folder with the job's logs."""
-    entry = LocalPlatformConfig(kind="local", nodes=1, processes=1)
+    entry = LocalPlatformConfig(kind="local", nodes=1, processes_per_node=1)
     return Path(asyncio.run(run_torchrun(script=script, name="tiny", root=str(root), platform=entry, **arguments)))
 
 
@@ -73,7 +73,7 @@ def test_live_job_is_followed_without_its_script_and_access(
     tmp_path: Path, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (script := tmp_path / "train.py").touch()
-    entry = LocalPlatformConfig(kind="local", nodes=1, processes=1)
+    entry = LocalPlatformConfig(kind="local", nodes=1, processes_per_node=1)
     claim = claim_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=entry))
     job_id = StrictPlatform.submit(platform, platform.render(claim.job_of(claim.reattach_or_create())))
     script.unlink()

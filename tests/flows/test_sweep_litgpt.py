@@ -367,7 +367,7 @@ def test_a_trial_that_takes_more_gpus_than_the_limit_has_does_not_wait_for_ever(
         shared_limit(1),
         pytest.raises(LauncherError, match=r"takes 2 slots .* limit gpus has 1; raise it: prefect gcl update gpus"),
     ):
-        swept({"platform.processes": [2], "train.micro_batch": [2]})
+        swept({"platform.processes_per_node": [2], "train.micro_batch": [2]})
 
 
 def test_cancellation_ends_a_sweep_that_waits_for_slots(swept: Swept, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,12 +152,16 @@ def test_platform_file_replaces_sections_of_the_config(tmp_path: Path) -> None:
     config.write_text(
         "name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace_period: 5}\n"
     )
-    profile.write_text("platform: {kind: local, processes: 2}\n")
+    profile.write_text("platform: {kind: local, processes_per_node: 2}\n")
     assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=profile) == {
         "name": "mine",
         "root": "here",
         "train": {"max_steps": 9, "seed": 1},
-        "platform": {"kind": "local", "processes": 2, "nodes": 3},  # nothing of the config's grace and nodes is left
+        "platform": {
+            "kind": "local",
+            "processes_per_node": 2,
+            "nodes": 3,
+        },  # nothing of the config's grace and nodes is left
     }
     for more_or_less in ("platform: {kind: local}\nmodel: {}\n", "root: there\n"):
         profile.write_text(more_or_less)

@@ -117,7 +117,7 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
             raise ValueError(f"{what}; name zones of it, or leave platform.zones out")
         if (self.registry_username is None) != (self.registry_password is None):
             raise ValueError("platform.registry_username and registry_password: a login takes both; give the other too")
-        require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
+        require_gpus(self.machine, gpus=self.gpus, processes=self.processes_per_node)
         ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
         chosen = [name for name, is_chosen in ways.items() if is_chosen]
         if len(chosen) > 1:

@@ -146,7 +146,7 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
             what = f"platform.machine={self.machine!r} is not in the table of machines"
             fix = "Any other: leave it out and give platform.gpus, and cpus and memory if they matter"
             raise ValueError(f"{what}; did you mean {' or '.join(near)}? {fix}")
-        require_gpus(self.machine, gpus=self.gpus, processes=self.processes)
+        require_gpus(self.machine, gpus=self.gpus, processes=self.processes_per_node)
         if (self.cluster is None) != (self.location is None):
             raise ValueError("platform.cluster and location find a GKE cluster; give both, or neither for a kubeconfig")
         ways = [name for name in ("cluster", "kubeconfig", "in_cluster") if getattr(self, name)]

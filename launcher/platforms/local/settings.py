@@ -22,7 +22,7 @@ class LocalPlatformConfig(PlatformSettings, title="This machine"):
     kind: Literal["local"] = discriminator("local")
     nodes: Count = Field(1, gt=0, le=64)
     """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine."""
-    processes: Count = Field(1, gt=0, le=64)
+    processes_per_node: Count = Field(1, gt=0, le=64)
     """Ranks per node: one per GPU, or one where there is none."""
     port: int | None = Field(None, ge=1024, le=65535)
     """The port on which node 0 listens; empty takes one that is free when the job begins."""

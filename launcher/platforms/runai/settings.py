@@ -149,7 +149,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
             what = f"platform.gpus={self.gpus}, nodes={self.nodes}, network={self.network}"
             fix = f"give whole GPUs, or one node of network={DEFAULT} a part below 1"
             raise ValueError(f"{what}: NCCL wants a GPU of its own for each rank; {fix}")
-        require_gpus(None, gpus=self.node_gpus, processes=self.processes)
+        require_gpus(None, gpus=self.node_gpus, processes=self.processes_per_node)
         if self.url is not None and not is_protected(self.url):
             fix = "write https:// in front of its name"
             raise ValueError(f"platform.url={self.url} is not encrypted, and would be sent a secret; {fix}")

@@ -134,7 +134,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        require_gpus(None, gpus=self.gpus, processes=self.processes)
+        require_gpus(None, gpus=self.gpus, processes=self.processes_per_node)
         if self.time is not None and not seconds_of(self.time):
             fix = "write it as Slurm does: 90 (minutes), 24:00:00 or 2-00:00:00"
             raise ValueError(f"platform.time={self.time!r} is not a time limit; {fix}")

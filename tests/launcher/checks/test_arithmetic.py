@@ -52,7 +52,7 @@ def test_figures_of_every_catalogue_model_have_their_arithmetic() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "hybrid", "fsdp"])
 def test_plan_shows_the_host_memory_of_a_save_on_gpus(strategy: str) -> None:
     """Each node copies its share of one state, whatever the strategy."""
-    platform = {"kind": "slurm", "nodes": 2, "processes": 8}
+    platform = {"kind": "slurm", "nodes": 2, "processes_per_node": 8}
     figures = figures_of(config({"name": "pythia-1b"}, platform=platform, train={"strategy": strategy}))
     how = "weights and AdamW 12.1 GB / 2 nodes, copied on each node"
     assert figures["host memory of a save"] == ("6.07 GB", how)
@@ -79,7 +79,7 @@ LONG = 131_072  # tokens, of which not even one sample fits without recomputatio
 def test_fix_of_a_large_model_is_the_cheapest_that_fits(
     model: str, train: dict[str, Any], processes: int, length: int, fix: str
 ) -> None:
-    platform = {"kind": "local", "processes": processes}
+    platform = {"kind": "local", "processes_per_node": processes}
     training = config({"name": model, "sequence_length": length}, train=train, platform=platform)
     (finding,) = found(training)
     assert finding.severity == "error"
@@ -88,7 +88,7 @@ def test_fix_of_a_large_model_is_the_cheapest_that_fits(
     for section, name, value in re.findall(r"(model|train)\.(\w+)=(\w+)", finding.fix):
         fits[section][name] = value
     if count := re.match(r"take (\d+) processes", finding.fix):
-        fits["platform"] = {"kind": "local", "processes": 64, "nodes": int(count[1]) // 64}
+        fits["platform"] = {"kind": "local", "processes_per_node": 64, "nodes": int(count[1]) // 64}
     assert found(config(**fits)) == []
     (unsure,) = found(config({"name": "pythia-1b", "sequence_length": 2048}, train={"micro_batch": 32}))
     assert unsure.severity == "warning"
@@ -122,7 +122,9 @@ def test_auto_strategy_follows_memory_before_network_speed() -> None:
     assert figures_of(on_nodes("pythia-1b", "a3-megagpu-8g", "tcpxo", 2, **passes))["strategy"][0] == "ddp"
     for network_config in (llama, unknown):
         assert found(network_config) == []
-    training = config({"name": "pythia-14m"}, train={"strategy": "ddp"}, platform={"kind": "local", "processes": 2})
+    training = config(
+        {"name": "pythia-14m"}, train={"strategy": "ddp"}, platform={"kind": "local", "processes_per_node": 2}
+    )
     assert figures_of(training)["strategy"] == ("ddp", "as train.strategy=ddp says")
 
 

@@ -95,7 +95,7 @@ def test_each_attempt_costs_what_its_own_machines_cost() -> None:
 
 
 def local_of(usd: float | None) -> dict[str, Any]:
-    return {"kind": "local", "nodes": 2, "processes": 4, "usd_per_hour": usd}
+    return {"kind": "local", "nodes": 2, "processes_per_node": 4, "usd_per_hour": usd}
 
 
 def test_repeated_training_is_lost_work() -> None:

@@ -151,7 +151,7 @@ MEMBERS = [
     *AttemptRecord.model_fields,
     "platform.kind",
     "platform.nodes",
-    "platform.processes",
+    "platform.processes_per_node",
     "platform.grace_period",
 ]
 

@@ -37,7 +37,7 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
     elsewhere = {
         "root": "gs://bucket/prefix",
         "name": "another",
-        "platform": {"kind": "local", "nodes": 2, "processes": 2, "port": 4000},
+        "platform": {"kind": "local", "nodes": 2, "processes_per_node": 2, "port": 4000},
         "image": {"kind": "prebuilt", "reference": "example.test/image@sha256:" + "0" * 64},
         "train.checkpoint_every": 7,
         "train.micro_batch": 2,

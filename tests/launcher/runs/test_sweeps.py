@@ -36,7 +36,7 @@ def swept(tiny: Callable[..., RunConfig]) -> Callable[..., SweepConfig]:
     "changes",
     [
         {"sweep.trials": 60}, {"sweep.max_parallel": 4}, {"sweep.max_gpu_hours": 1}, {"root": "elsewhere"},
-        {"platform.processes": 1, "platform.grace_period": 9, "platform.usd_per_hour": 2},
+        {"platform.processes_per_node": 1, "platform.grace_period": 9, "platform.usd_per_hour": 2},
         {"train.checkpoint_every": 2},
         {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "budget.max_usd": 1}, {"dataset_workers.count": 3},
     ],
@@ -83,7 +83,7 @@ SPELLINGS: dict[str, list[Any]] = {
     "model.config": [{}, {"n_layer": 2}],
     "model.config.n_layer": [1, 2],
     "evaluation": [None, {"tasks": ["words"]}],
-    "platform.processes": ["1", 2],
+    "platform.processes_per_node": ["1", 2],
 }
 """Values of settings of every kind, as people write them."""
 

@@ -54,7 +54,7 @@ def test_invalid_counts_are_refused(written: object) -> None:
         ),
         (TrainConfig, {"strategy": "fsdp", "precision": "16-mixed"}, "take bf16-mixed"),
         (TrainConfig, {"strategy": "hybrid", "compile": "model"}, "see through train.strategy=hybrid; take .*=blocks"),
-        (RunConfig, {"train": {"strategy": "hybrid"}}, "nodes=1 with .*processes=1 each; take train.strategy=fsdp, or"),
+        (RunConfig, {"train": {"strategy": "hybrid"}}, "nodes=1 with .*_per_node=1 each; take train.strategy=fsdp, or"),
         (TrainConfig, {"float8": True, "compile": "blocks", "precision": "32-true"}, "precision=32-true wants exact"),
         (ModelConfig, {"name": "pythia-14m", "sequence_length": 1024}, "longer than the block_size of pythia-14m, 512"),
         (ModelConfig, {"name": None}, "at least n_layer, n_embd and n_head"),

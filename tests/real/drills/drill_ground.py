@@ -49,7 +49,7 @@ TRAINING = {
         "global_batch": 16, "micro_batch": 4, "max_steps": 48, "learning_rate": 1e-3, "warmup_steps": 4,
         "precision": "32-true", "evaluate_every": 48, "evaluation_samples": 16, "checkpoint_every": 8,
     },
-    "platform": {"kind": "local", "nodes": 2, "processes": 1, "grace_period": 20},
+    "platform": {"kind": "local", "nodes": 2, "processes_per_node": 1, "grace_period": 20},
 }  # fmt: skip
 MARK = "TRAIN_LITGPT_DRILL"
 """The variable that every process of a drill has, its jobs on this machine among them."""

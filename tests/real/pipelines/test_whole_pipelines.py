@@ -136,7 +136,10 @@ def test_script_runs_on_every_rank_with_its_first_code(
     )
 
     def run() -> Path:
-        two, code = LocalPlatformConfig(kind="local", nodes=2, processes=1), CodeSettings(folder=str(lib.parent))
+        two, code = (
+            LocalPlatformConfig(kind="local", nodes=2, processes_per_node=1),
+            CodeSettings(folder=str(lib.parent)),
+        )
         parameters = {"args": (str(tmp_path / "up"), str(tmp_path / "go")), "root": str(tmp_path), "code": code}
         return Path(asyncio.run(run_torchrun(script="train.py", platform=two, **parameters)))
 

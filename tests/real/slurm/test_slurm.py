@@ -200,7 +200,7 @@ def test_job_that_slurm_would_refuse_is_never_submitted(slurm: Cluster, tmp_path
     for changes, code in (
         ({"partition": "nope"}, "refused"),
         ({"nodes": 9}, "refused"),
-        ({"gpus": 4, "processes": 4}, "refused"),
+        ({"gpus": 4, "processes_per_node": 4}, "refused"),
         ({"partition": "short", "time": "0:10:00"}, "time"),
     ):
         platform = SlurmPlatform(settings_of(**changes))

@@ -63,7 +63,7 @@ def furnished(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     """Checked, submitted, submitted again, waiting, running if it does not wait for ever, read, cancelled."""
     platform = gke(cluster, **LIVES[name])
-    submission = platform.render(job(folder, name, processes=platform._settings.processes))
+    submission = platform.render(job(folder, name, processes=platform._settings.processes_per_node))
     platform.check_access()
     assert [finding for finding in platform.check(submission) if finding.code in ("gke.unseen", "gke.permission")] == []
     watched = cluster.traffic.calls["watch", "pods"]

@@ -15,7 +15,7 @@ from launcher.platforms.kubernetes.reasons import advice, refusals, unschedulabl
 from litgpt_demo.errors import Finding
 
 H100 = {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
-A3: dict[str, Any] = {"machine": "a3-highgpu-8g", "processes": 8}
+A3: dict[str, Any] = {"machine": "a3-highgpu-8g", "processes_per_node": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def _asked_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def waiting(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform, JobId]:
     """A job that has no machines."""
     platform = gke(cluster, **settings)
-    return platform, platform.submit(platform.render(job(folder, processes=settings.get("processes", 1))))
+    return platform, platform.submit(platform.render(job(folder, processes=settings.get("processes_per_node", 1))))
 
 
 def told(platform: GkePlatform, job_id: JobId, code: str) -> Finding:

@@ -26,7 +26,7 @@ def found(cluster: Cluster, **settings: Any) -> dict[str, Finding]:
 
 def findings_of(platform: GkePlatform) -> list[Finding]:
     settings = platform._settings
-    return list(platform.check(platform.render(job(RUNS, processes=settings.processes, nodes=settings.nodes))))
+    return list(platform.check(platform.render(job(RUNS, processes=settings.processes_per_node, nodes=settings.nodes))))
 
 
 def test_complete_cluster_passes_each_check(bare: Cluster) -> None:

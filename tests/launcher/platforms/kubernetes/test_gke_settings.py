@@ -39,7 +39,7 @@ def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
     ("options", "message"),
     [
         ({"machine": "a3-highgpu-8"}, "'a3-highgpu-8' is not in the table.*did you mean a3-highgpu-8g"),
-        ({"machine": "a3-highgpu-8g", "processes": 16}, "has 8 GPUs, and ranks cannot share one"),
+        ({"machine": "a3-highgpu-8g", "processes_per_node": 16}, "has 8 GPUs, and ranks cannot share one"),
         ({"network_registry": "google"}, "network_registry: 'google' given"),  # somebody's folder on Docker Hub
         ({"cluster": "mine", "location": "x", "kubeconfig": "k"}, "different ways to a cluster; keep one"),
         ({"secrets": {"KEY": "the key itself"}}, r"secrets\.KEY"),

@@ -86,7 +86,7 @@ class Sent:
 def sent(options: Options, **changes: Any) -> Sent:
     platform = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
     root = platform.claim_path if platform.claim else "gs://bucket/pretraining"
-    training = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes, **changes})
+    training = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes_per_node, **changes})
     submission = GkePlatform(platform).render(training)
     items = submission.body["items"]
     work = items[-1]["spec"]

@@ -46,7 +46,9 @@ SHIPPED = {path.stem: read_yaml(path)["platform"] for path in CONFIGS}
 
 def rendered(options: dict[str, Any], **changes: Any) -> Submission:
     config = settings_of(**options)
-    return RunaiPlatform(config).render(job_of(**{"nodes": config.nodes, "processes": config.processes, **changes}))
+    return RunaiPlatform(config).render(
+        job_of(**{"nodes": config.nodes, "processes": config.processes_per_node, **changes})
+    )
 
 
 def test_submissions_are_golden() -> None:
@@ -107,8 +109,8 @@ def test_names_that_cannot_be_pods_are_refused_beforehand() -> None:
 
 
 def test_there_is_one_rank_per_gpu() -> None:
-    sections = ({"gpus": 8}, {"gpus": 8, "processes": 4}, {}, {"gpus": 0.5, "nodes": 1})
-    assert [settings_of(**section).processes for section in sections] == [8, 4, 1, 1]
+    sections = ({"gpus": 8}, {"gpus": 8, "processes_per_node": 4}, {}, {"gpus": 0.5, "nodes": 1})
+    assert [settings_of(**section).processes_per_node for section in sections] == [8, 4, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def row(state: str, reason: str = "None", start: str = str(START), nodes: str = 
 def test_batch_script_is_golden(name: str, root: str, changes: dict[str, Any]) -> None:
     settings = settings_of(**changes)
     image = f"registry.example/litgpt@sha256:{'0' * 64}" if name == "pyxis" else None
-    job = job_of(root, processes=settings.processes, secrets=tuple(settings.secrets), image=image,
+    job = job_of(root, processes=settings.processes_per_node, secrets=tuple(settings.secrets), image=image,
                  exclude_nodes=("n3",) if name == "ib" else ())  # fmt: skip
     text = SlurmPlatform(settings).render(job).body["script"]
     require_golden(f"slurm/{name}.sh", text)
@@ -146,7 +146,7 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
     [
         ({"time": "a day"}, "is not a time limit"),
         ({"time": "1", "grace_period": 60}, "not longer than platform.grace_period"),
-        ({"gpus": 2, "processes": 4}, "ranks cannot share one"),
+        ({"gpus": 2, "processes_per_node": 4}, "ranks cannot share one"),
         ({"mounts": ["/scratch"]}, "set platform.container too"),
         ({"container": "pyxis", "venv": "/venv"}, "not seen in a container"),
         ({"options": ["licenses"]}, "--name=value"),
