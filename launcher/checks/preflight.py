@@ -179,9 +179,9 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
     elif not config.platform.in_containers and not isinstance(image, NoImage):
         what = f"platform {platform.name} runs this very environment; image.kind={image.kind} is not used"
         findings.append(Finding("warning", "image.unused", what, "set image to {kind: none}"))
-    if machine is not None and isinstance(image, BuiltImage) and image.platform.split("/")[1] != machine.arch:
-        what = f"image.platform={image.platform}, but a {machine.name} is {machine.arch}"
-        fix = f"set image.platform to linux/{machine.arch}, and build on such a machine or with emulation"
+    if machine is not None and isinstance(image, BuiltImage) and image.architecture != machine.arch:
+        what = f"image.architecture={image.architecture}, but a {machine.name} is {machine.arch}"
+        fix = f"set image.architecture to {machine.arch}, and build on such a machine or with emulation"
         findings.append(Finding("error", "image.architecture", what, fix))
     if config.platform.in_containers:
         findings += check_fitness(config)

@@ -67,6 +67,7 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     """Return the builds, each based on the one before: our own image is its stack's packages, and our code upon them.
     The key is a hash of all inputs. A base is pinned by its digest, because a tag can move."""
     folder, args, stack, contents = Path(image.context), dict(image.build_args), image.installed, image.contents
+    platform = f"linux/{image.architecture}"
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
     base = image.base or (args.get("BASE") if image.dockerfile is None else None)
     if base is not None:
@@ -78,9 +79,9 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
 
     def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
         """`keyed` are further inputs of the key; a user's base is in `args`."""
-        inputs = json.dumps([context.digest, image.platform, args, *keyed], sort_keys=True)
+        inputs = json.dumps([context.digest, platform, args, *keyed], sort_keys=True)
         tag = f"{image.repository}:{name}{sha256(inputs.encode()).hexdigest()[:16]}"
-        return Build(tag=tag, context=context, platform=image.platform, args=args, labels=labels)
+        return Build(tag=tag, context=context, platform=platform, args=args, labels=labels)
 
     if stack is not None:
         args["STACK"] = stack.stack

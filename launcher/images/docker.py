@@ -32,7 +32,7 @@ _FIXES = {
     "cannot connect to the docker daemon|failed to connect to the docker api": "start the engine (`sudo systemctl "
     "start docker`), or set DOCKER_HOST to one that runs",
     "no space left on device": "make room on the engine's disk, for example with `{engine} system prune`",
-    "exec format error": "the base image is for another processor: make image.platform and image.base agree",
+    "exec format error": "the base image is for another processor: make image.architecture and image.base agree",
     'returned a non-zero code|did not complete successfully|building at step "run': "fix that step of the Dockerfile "
     "and run again: the steps before it are cached",
     '(copy|add) failed|failed to compute cache key|building at step "(copy|add)': "a file that the Dockerfile copies "

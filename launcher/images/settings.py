@@ -54,8 +54,8 @@ class BuiltImage(Settings):
     pip_config: str | None = None
     """Path of a pip.conf for the build: a mirror of yours, its certificate or password. It is in no layer of the image,
     and as every package has to have its hash, another one makes no other image. For the product's own Dockerfile."""
-    platform: str = Field("linux/amd64", pattern=r"^[a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?$")
-    """Operating system and processor of the nodes."""
+    architecture: Literal["amd64", "arm64"] = "amd64"
+    """Processor architecture of the nodes."""
     stack: str | None = None
     """Software stack of the product's own Dockerfile (docs/images.md lists them); empty is the first that
     `platform.network` is qualified for. A Dockerfile of yours gets it as the build argument STACK."""
@@ -78,10 +78,9 @@ class BuiltImage(Settings):
     @property
     def contents(self) -> Contents:
         """What the image will hold, as far as it is known before it is built."""
-        architecture = self.platform.split("/")[1]
         if self.installed is None:
-            return Contents(architecture=architecture)
-        return self.installed.contents(architecture, own_base=self.base is None and self.dockerfile is None)
+            return Contents(architecture=self.architecture)
+        return self.installed.contents(self.architecture, own_base=self.base is None and self.dockerfile is None)
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:

@@ -177,7 +177,7 @@ REFUSED = [
     ("platform={kind: gke, gpus: 1}", "runs container images, but image.kind=none"),
     (
         "platform={kind: gke, machine: a4x-highgpu-4g} | image={kind: docker, repository: r/x} | train.global_batch=16",
-        "set image.platform to linux/arm64",
+        "set image.architecture to arm64",
     ),
     ("dataset_workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
     ("data.tokenizer={kind: file, path: pi.py}", "is not a tokenizer, or cut short (Cannot"),

@@ -168,7 +168,7 @@ def test_key_of_an_image_depends_only_on_its_contents(tmp_path: Path) -> None:
     write_files(same, {".dockerignore": b"*.log\ntmp\n", "x.log": b"noise", "tmp/y": b"noise"})
     os.utime(same / "run", (1, 1))
     (same / "run").chmod(0o600)
-    pattern = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"platform": "linux/arm64"})
+    pattern = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"architecture": "arm64"})
     keys = [builds_of(docker_image(context, **change))[-1].key for change in pattern]
     assert builds_of(docker_image(same, repository="gcr.io/other"))[-1].key == keys[0]
     for change in (
