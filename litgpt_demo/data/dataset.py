@@ -325,7 +325,7 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
     root = manifest.external_root or ""
     if is_remote(root):
         what = f"{folder} is read in place, but its token files are in {root}, which cannot be memory-mapped"
-        raise UserError(what, fix="set platform.stage to copy")
+        raise UserError(what, fix="set platform.dataset_access to copy")
     paths = [folder / root / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
     files = [np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths]

@@ -69,13 +69,13 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
     fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
     yield from fabric.problems
     # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
-    claim = settings.claim_path.rstrip("/") if settings.claim else None
+    volume = settings.pvc_path.rstrip("/") if settings.pvc else None
     for word, address in pairwise(node["command"]):
         if word not in {"--log-uri", "--stage", "--code"}:
             continue
-        if not is_remote(address) and not (claim and f"{address}/".startswith(f"{claim}/")):
+        if not is_remote(address) and not (volume and f"{address}/".startswith(f"{volume}/")):
             what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
-            fix = "root: gs://bucket/prefix, or a folder in platform.claim_path with platform.claim"
+            fix = "root: gs://bucket/prefix, or a folder in platform.pvc_path with platform.pvc"
             yield error("root-not-shared", what, fix)
     if settings.uid == 0 and not fabric.root:  # some networks need root
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
@@ -249,19 +249,19 @@ def _kueue(survey: Survey) -> Iterator[Finding]:
             yield error("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
 
 
-def _claim(survey: Survey) -> Iterator[Finding]:
-    name, nodes = survey.settings.claim, survey.settings.nodes
+def _pvc(survey: Survey) -> Iterator[Finding]:
+    name, nodes = survey.settings.pvc, survey.settings.nodes
     if name is None:
         return
     found = survey.get(api.CLAIMS, name)
     if found is None:
         what = f"there is no PersistentVolumeClaim {name} in {survey.namespace}"
-        yield error("claim", what, "create it, or fix platform.claim")
+        yield error("pvc", what, "create it, or fix platform.pvc")
         return
     modes = found["spec"].get("accessModes", ())
     if nodes > 1 and "ReadWriteMany" not in modes:
         what = f"PersistentVolumeClaim {name} is {', '.join(modes)}, and {nodes} nodes write to it"
-        yield error("claim", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
+        yield error("pvc", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
 def _secrets(survey: Survey) -> Iterator[Finding]:
@@ -316,7 +316,7 @@ WITHIN: dict[str, Check] = {
     "permissions": lambda survey: [permissions(survey.cluster, survey.settings, survey.kind)],
     "secrets": _secrets,
     "queue": _queue,
-    "claim": _claim,
+    "pvc": _pvc,
     "quotas": quotas,
     "limits": limits,
     "what the cluster would take": lambda survey: _accepted(survey, survey.items, parts=False),

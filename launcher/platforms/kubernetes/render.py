@@ -45,7 +45,7 @@ DIRECTORY = "/run/litgpt"
 TEMPORARY = "/tmp"
 """An emptyDir if the image is read-only: temporary files, and the home of a user without one."""
 BUCKETS = "/gcs"
-"""The folder where buckets are mounted for `stage: fuse`."""
+"""The folder where buckets are mounted for `dataset_access: fuse`."""
 
 _HOSTNAME = "kubernetes.io/hostname"
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
@@ -192,7 +192,7 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         directory=DIRECTORY,
         log_flags=("--log-uri", job.directory),
         grace=settings.grace_period,
-        stage=job.stage if settings.stage == "copy" else (),
+        stage=job.stage if settings.dataset_access == "copy" else (),
     )
     container = {
         "name": NODE,
@@ -208,7 +208,7 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         "volumeMounts": mounts,
     }
     annotations = {"kubectl.kubernetes.io/default-container": NODE, **network.annotations}
-    if settings.stage == "fuse":
+    if settings.dataset_access == "fuse":
         # Without own limits the sidecar is killed for memory, and the mount does not come back:
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
         annotations["gke-gcsfuse/volumes"] = "true"
@@ -226,7 +226,7 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
     security: dict[str, Any] = {}
     if unprivileged:
         security = {"runAsNonRoot": True, "runAsUser": settings.uid, "runAsGroup": settings.uid}
-    if unprivileged or settings.claim:
+    if unprivileged or settings.pvc:
         security |= {"fsGroup": settings.uid or UID, "fsGroupChangePolicy": "OnRootMismatch"}
     claims = [{"name": claim, "resourceClaimTemplateName": f"{job.attempt_name}-{claim}"} for claim in network.claims]
     spec = {
@@ -270,7 +270,7 @@ def _environment(
     else:
         add("LITGPT_ATTEMPT", job.attempt_name, why)
     first = len(own)
-    if settings.stage == "fuse" and job.stage:
+    if settings.dataset_access == "fuse" and job.stage:
         add("LITGPT_DATASET", f"{BUCKETS}/{bucket_path(job.stage[0])}", "where the dataset's bucket is mounted")
     users = {**job.env, **settings.env, **settings.secrets}
     if unprivileged and "USER" not in users:  # a user id that the image does not know
@@ -363,13 +363,14 @@ def _volumes(
         mounts.append(mount("temporary", TEMPORARY))
     volumes += network.volumes
     mounts += network.mounts
-    if settings.claim is not None:
-        volumes.append({"name": "claim", "persistentVolumeClaim": {"claimName": settings.claim}})
-        mounts.append(mount("claim", settings.claim_path))
-    places = [bucket_path(address) for address in (job.stage if settings.stage == "fuse" else ())]
+    if settings.pvc is not None:
+        volumes.append({"name": "pvc", "persistentVolumeClaim": {"claimName": settings.pvc}})
+        mounts.append(mount("pvc", settings.pvc_path))
+    places = [bucket_path(address) for address in (job.stage if settings.dataset_access == "fuse" else ())]
     if None in places:
-        fix = "take platform.stage=copy, or a root of gs://bucket/prefix"
-        raise ConfigProblem(f"platform.stage=fuse mounts buckets, and {', '.join(job.stage)} is in none", fix=fix)
+        fix = "take platform.dataset_access=copy, or a root of gs://bucket/prefix"
+        what = f"platform.dataset_access=fuse mounts buckets, and {', '.join(job.stage)} is in none"
+        raise ConfigProblem(what, fix=fix)
     for number, bucket in enumerate(dict.fromkeys(str(place).split("/")[0] for place in places)):
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs: known-issues, authentication
         attributes = {

@@ -95,16 +95,16 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     uid: Count = Field(UID, ge=0, lt=2**31)
     """User id of the training, and its group's; 0 is root, for images that cannot do without. Networks that need root
     have it anyway."""
-    claim: str | None = Field(None, pattern=OBJECT_NAME)
+    pvc: str | None = Field(None, pattern=OBJECT_NAME)
     """PersistentVolumeClaim that all nodes can write to, for a root that is a folder."""
-    claim_path: str = Field("/shared", pattern=r"^/")
-    """The folder where the claim is mounted, which contains the root."""
+    pvc_path: str = Field("/shared", pattern=r"^/")
+    """The folder where the PersistentVolumeClaim is mounted, which contains the root."""
     secrets: dict[str, SecretEntry] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the entry of a Kubernetes secret that holds its value, `name/key`."""
     image_pull_secrets: tuple[Annotated[str, Field(pattern=OBJECT_NAME)], ...] = ()
     """Kubernetes secrets (kubernetes.io/dockerconfigjson) with the logins of private registries. Artifact Registry
     needs none: the nodes' service account pulls from it."""
-    stage: Literal["copy", "fuse"] = "copy"
+    dataset_access: Literal["copy", "fuse"] = "copy"
     """The dataset is copied to each node and verified, or read from a mounted bucket (GCS FUSE) and not verified."""
     local_ssd: bool = False
     """Only nodes whose scratch space is local SSD."""
@@ -161,8 +161,8 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         if self.workload == "job" and self.in_place_restarts > 1:
             what = f"platform.in_place_restarts={self.in_place_restarts} needs a JobSet"
             raise ValueError(f"{what}, because a plain Job cannot restart as a whole; set platform.workload=jobset")
-        if self.stage == "fuse" and self.service_account is None:
-            raise ValueError("platform.stage=fuse mounts the bucket as platform.service_account; name one")
+        if self.dataset_access == "fuse" and self.service_account is None:
+            raise ValueError("platform.dataset_access=fuse mounts the bucket as platform.service_account; name one")
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)

@@ -121,7 +121,7 @@ class Cli:
     def render(self, work: Workload) -> Mapping[str, Any]:
         settings, job, dialect = work.settings, work.job, self.dialect
         topology = "--required-pod-topology-key" if settings.topology_required else "--preferred-pod-topology-key"
-        claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.claims]
+        claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.pvcs]
         flags = [
             Flag("image", "--image", job.image or UNBUILT),
             # The image is pinned by its digest, so that a copy on the node is right.
@@ -150,7 +150,7 @@ class Cli:
                 Flag("platform.gpus", "--gpu", f"{settings.gpus:g}"),
                 Flag("platform.cpus", "--cpu", settings.cpus),
                 Flag("platform.memory", "--memory", settings.memory),
-                Flag("platform.claims", pvc, claims),
+                Flag("platform.pvcs", pvc, claims),
                 # One string, in order; that commas separate them is INFERRED.
                 Flag("platform.node_pools", "--node-pools", ",".join(settings.node_pools)),
                 Flag("platform.priority", "--priority", settings.priority),
@@ -164,7 +164,7 @@ class Cli:
                 Flag("platform.gpus", "--gpu-portion-request", part),
                 Flag("platform.cpus", "--cpu-core-request", settings.cpus),
                 Flag("platform.memory", "--cpu-memory-request", settings.memory),
-                Flag("platform.claims", "--existing-pvc", claims),
+                Flag("platform.pvcs", "--existing-pvc", claims),
                 Flag("platform.node_pools", "--node-pools", settings.node_pools),
                 Flag("platform.priority", "--priority", settings.priority),
                 Flag("platform.preemptible", "--preemptibility", PREEMPTIBILITY[settings.preemptible]),

@@ -234,8 +234,7 @@ def body(work: Workload) -> dict[str, Any]:
         gpus |= {"gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
     extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
     claims = [
-        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False}
-        for claim in settings.claims
+        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False} for claim in settings.pvcs
     ]
     # Without a uid pods run as the image's user, which is 1000 in our images. runAsNonRoot is not set then, because
     # Kubernetes refuses it for images whose user has a name.

@@ -47,7 +47,7 @@ def credentials_of(name: str, environ: Mapping[str, str]) -> Credentials | None:
     return Credentials(*halves) if all(halves) else None
 
 
-class Claim(Settings):
+class MountedPvc(Settings):
     """A volume that all pods mount."""
 
     name: str = Field(pattern=NAME)
@@ -100,7 +100,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     """Priority class; empty is the project's default."""
     preemptible: bool | None = None
     """Permission to stop it for others, and to use more than the project's quota; empty is Run:ai's default."""
-    claims: tuple[Claim, ...] = ()
+    pvcs: tuple[MountedPvc, ...] = ()
     """Volumes that all pods mount; one has the root, where that is a folder."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to a Kubernetes secret's entry, `name/key`; REST only."""

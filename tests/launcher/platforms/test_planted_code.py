@@ -29,7 +29,7 @@ PLACES = ("{}", "/{}", "~/{}", "/a:{}", "a/{}", "10.0.0.2:/{}", "projects/{}/sec
 REQUIRED: dict[str, dict[str, Any]] = {
     "batch": {"project": "project", "location": "us-central1", "machine": "g2-standard-48", "nfs": "10.0.0.2:/a"},
     "runai": {"project": "project", "api": "cli", "cli_version": "v2", "interactive": True},
-    "gke": {"claim": "claim"},
+    "gke": {"pvc": "volume"},
 }
 BESIDE: tuple[dict[str, Any], ...] = ({}, {"container": "pyxis"}, {"container": "apptainer", "gpus": 1})
 IMAGE = f"registry.example/litgpt@sha256:{'0' * 64}"
@@ -42,7 +42,7 @@ def taken(kind: type[PlatformSettings], code: str) -> Iterator[PlatformSettings]
     yield kind.model_validate(base)
     for field, about in kind.model_fields.items():
         shape = str(about.annotation)
-        for text in (place.format(code) for place in PLACES if "str" in shape or "Claim" in shape):
+        for text in (place.format(code) for place in PLACES if "str" in shape or "MountedPvc" in shape):
             values: tuple[Any, ...] = (text,)
             if "tuple" in shape:
                 values = ([text], [{"name": text, "path": "/a"}], [{"name": "a", "path": text}])

@@ -150,7 +150,7 @@ def runai_place(
         "pods": not simulate,
         "grace_period": 9,
     }
-    section: dict[str, Any] = {"claims": [{"name": "scratch", "path": str(folder)}], "grace_period": 2}
+    section: dict[str, Any] = {"pvcs": [{"name": "scratch", "path": str(folder)}], "grace_period": 2}
     with (
         runai.running(folder / "runai", **options) as cluster,
         runai.serving(cluster) as api,

@@ -120,7 +120,7 @@ def test_preempted_training_returns_as_the_same_workload(tmp_path: Path) -> None
         runai.serving(cluster) as api,
     ):
         claims = [{"name": "scratch", "path": str(tmp_path)}]
-        config = settings_of(api="rest", url=api.url, grace_period=2, claims=claims)
+        config = settings_of(api="rest", url=api.url, grace_period=2, pvcs=claims)
         platform = RunaiPlatform(config, Rest(config, api.credentials()))
         platform.settle = 4
         fields = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}

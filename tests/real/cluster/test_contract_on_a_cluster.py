@@ -59,7 +59,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
     with (
         contextlib.ExitStack() as stack,
-        platform_of(kubeconfig, claim=claim, claim_path=shared) as platform,
+        platform_of(kubeconfig, pvc=claim, pvc_path=shared) as platform,
         TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder,
     ):
         cancelled()

@@ -35,7 +35,7 @@ def place_of(name: str, folder: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
     if "gke" in name:
         with gke_place(folder) as place:
             found = {"cluster": None, "location": None, "kubeconfig": place.platform._settings.kubeconfig}
-            yield place, found | {"claim": "scratch", "claim_path": str(folder)}
+            yield place, found | {"pvc": "scratch", "pvc_path": str(folder)}
     elif "batch" in name:
         with batch_place(folder) as place:
             yield place, {"nfs": "10.0.0.2:/data", "nfs_path": str(folder)}
@@ -43,7 +43,7 @@ def place_of(name: str, folder: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
         variant = {"runai": "rest", "runai-pi": "v1", "runai-benchmark": "v2"}[name.partition("/")[2]]
         with runai_place(folder, variant=variant) as place:
             url = place.platform._settings.url
-            yield place, {"project": "team-a", "url": url, "claims": [{"name": "scratch", "path": str(folder)}]}
+            yield place, {"project": "team-a", "url": url, "pvcs": [{"name": "scratch", "path": str(folder)}]}
 
 
 @pytest.mark.parametrize("name", NAMES)

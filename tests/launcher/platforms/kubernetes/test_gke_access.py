@@ -28,7 +28,7 @@ SHIPPED = {
 }
 LIVES: dict[str, dict[str, Any]] = {
     "queued": {
-        "queue": "research", "priority": "high", "topology": "block", "service_account": "trainer", "claim": "shared",
+        "queue": "research", "priority": "high", "topology": "block", "service_account": "trainer", "pvc": "shared",
         "secrets": {"HF_TOKEN": "hub/token"},
     },
     "claims": {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"},

@@ -49,7 +49,7 @@ SCHEDULER = {
     "2 Insufficient nvidia.com/gpu. preemption: 0/3 nodes are available: 3 No preemption victims found.": [
         "taint", "gpus",
     ],
-    '0/3 nodes are available: persistentvolumeclaim "shared" not found. ' + CLAIMS: ["claim"],
+    '0/3 nodes are available: persistentvolumeclaim "shared" not found. ' + CLAIMS: ["pvc"],
     "0/6 nodes are available: 1 node(s) had untolerated taint(s), 2 Insufficient cpu, 3 node(s) didn't match Pod's "
     "node affinity/selector. " + CLAIMS: ["taint", "resources", "selector"],
     "0/3 nodes are available: 1 a reason of tomorrow, 2 Insufficient cpu. " + CLAIMS: ["unscheduled", "resources"],

@@ -52,7 +52,7 @@ def test_missing_namespace_hides_the_findings_that_follow(bare: Cluster) -> None
         ("priority", {"priority": "high"}, "fix platform.priority"),
         ("secret", {"secrets": {"HF_TOKEN": "hub/token"}}, "kubectl create secret generic hub"),
         ("pull-secret", {"image_pull_secrets": ("login",)}, "kubectl create secret docker-registry login"),
-        ("claim", {"claim": "shared"}, "fix platform.claim"),
+        ("pvc", {"pvc": "shared"}, "fix platform.pvc"),
     ],
 )
 def test_missing_object_of_a_setting_is_named(bare: Cluster, code: str, settings: dict[str, Any], fix: str) -> None:

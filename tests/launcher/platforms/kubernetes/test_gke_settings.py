@@ -54,7 +54,7 @@ def test_root_that_nodes_do_not_share_is_refused() -> None:
     """A folder in the claim is accepted."""
     directory = "/data/runs/owt-01/attempts/1"
     assert found({}, directory=directory).keys() == {"gke.root-not-shared"}
-    assert found({"claim": "nfs", "claim_path": "/data"}, directory=directory) == {}
+    assert found({"pvc": "nfs", "pvc_path": "/data"}, directory=directory) == {}
 
 
 def test_root_in_a_container_is_a_warning() -> None:

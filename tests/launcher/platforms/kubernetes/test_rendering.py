@@ -48,7 +48,7 @@ SHOWN: dict[str, Options] = {
 
 # What else there is: the file that it is told as differences from, and the settings that are other than there.
 VARIANTS: dict[str, tuple[str, Options]] = {
-    "any-cpu": ("plain", {"machine": None, "cpus": "4", "memory": "8Gi", "claim": "shared"}),
+    "any-cpu": ("plain", {"machine": None, "cpus": "4", "memory": "8Gi", "pvc": "shared"}),
     "spot": ("plain", {
         "spot": True, "grace_period": 20, "exclude_nodes": ("gke-bad-1",), "priority": "batch", "node_pool": "spot",
         "local_ssd": True, "image_pull_secrets": ("login", "mirror"), "node_selector": {"disk": "fast"},
@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str, Options]] = {
     "reserved": ("plain", {
         "reservation": "mine", "flex_start": True, "flex_start_duration": "60m", "service_account": "trainer",
     }),
-    "fuse-on-host": ("plain", {"stage": "fuse", "service_account": "trainer", "host_network": True}),
+    "fuse-on-host": ("plain", {"dataset_access": "fuse", "service_account": "trainer", "host_network": True}),
     "tcpx-mirrored": ("tcpx", {"network_registry": "mirror.example", "disable_pmtu": True}),
     "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "env": {"NCCL_DEBUG": "WARN"}}),
     "tcpxo-on-host": ("tcpxo", {"host_network": True}),
@@ -85,7 +85,7 @@ class Sent:
 
 def sent(options: Options, **changes: Any) -> Sent:
     platform = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
-    root = platform.claim_path if platform.claim else "gs://bucket/pretraining"
+    root = platform.pvc_path if platform.pvc else "gs://bucket/pretraining"
     training = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes_per_node, **changes})
     submission = GkePlatform(platform).render(training)
     items = submission.body["items"]
@@ -281,5 +281,5 @@ def test_too_long_names_are_refused_with_a_fix() -> None:
 def test_dataset_is_either_staged_or_mounted() -> None:
     for this in everything():
         assert ("--stage" in this.node["command"]) != ("LITGPT_DATASET" in this.variables), this.options
-    with pytest.raises(ConfigProblem, match=r"is in none; take platform.stage=copy"):
-        sent({**PLAIN, "stage": "fuse", "service_account": "trainer", "claim": "shared"})
+    with pytest.raises(ConfigProblem, match=r"is in none; take platform.dataset_access=copy"):
+        sent({**PLAIN, "dataset_access": "fuse", "service_account": "trainer", "pvc": "shared"})

@@ -47,7 +47,7 @@ def by_program(cluster: runai.Cluster, tmp_path: Path, monkeypatch: pytest.Monke
 
         def make(variant: str = "v2", **changes: Any) -> RunaiPlatform:
             program = programs.enter_context(runai.program(tmp_path, cluster, variant))
-            config = settings_of(cli=program.name, claims=[{"name": "scratch", "path": str(tmp_path)}], **changes)
+            config = settings_of(cli=program.name, pvcs=[{"name": "scratch", "path": str(tmp_path)}], **changes)
             platform = RunaiPlatform(config)
             platform.pauses, platform.give_up_after = (0, 0, 0), 3600
             return platform
@@ -67,7 +67,7 @@ def by_rest(api: runai.Api, tmp_path: Path) -> Make:
 
     def make(*, secret: str | None = None, **changes: Any) -> RunaiPlatform:
         claims = [{"name": "scratch", "path": str(tmp_path)}]
-        config = settings_of(**{"url": api.url, "api": "rest", "claims": claims, **changes})
+        config = settings_of(**{"url": api.url, "api": "rest", "pvcs": claims, **changes})
         platform = RunaiPlatform(config, Rest(config, api.credentials(secret), pause=0))
         platform.pauses = (0, 0, 0)
         return platform

@@ -25,7 +25,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "v2": {"api": "cli", "cli_version": "v2"},
     "rest": {"api": "rest", "url": "https://my-company.run.ai"},
 }
-SCRATCH = {"claims": [{"name": "scratch", "path": "/scratch"}]}
+SCRATCH = {"pvcs": [{"name": "scratch", "path": "/scratch"}]}
 ROCE = {**SCRATCH, "gpus": 8, "network": "roce"}
 VARIANTS: dict[str, dict[str, Any]] = {
     "site": {
