@@ -120,7 +120,7 @@ REGISTRY, _NAMED = "launcher/platforms/__init__.py", {"__init__", *NETWORKS}
 MAY_NAME_A_NETWORK = {
     "litgpt_demo/node/network.py": "what a node has that is told of no network",
     "launcher/images/stacks.py": "a stack is named after the network that it was made for",
-    "launcher/images/docker.py": "a word of Docker's: how it shows its progress",
+    "launcher/platforms/local/platform.py": "a word of psutil's: the kind of connections",
 }
 
 

@@ -65,7 +65,7 @@ def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterabl
             yield finding
         elif any(variable.name == "NCCL_NET" for variable in network.environment):
             what = f"{finding.what}; NCCL stops, on one node too, if it cannot load the network that NCCL_NET names"
-            yield replace(finding, severity="warning", what=what, fix="one node needs no fabric: set network=plain")
+            yield replace(finding, severity="warning", what=what, fix="one node needs no fabric: set network=tcp")
 
 
 def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: Network | None) -> Iterator[Finding]:

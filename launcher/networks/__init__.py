@@ -17,7 +17,7 @@ from launcher.networks.profile import Carrier, Network, NetworkContext, NetworkT
 from litgpt_demo.config import Settings
 
 _NAMES = (
-    "plain",
+    "tcp",
     "gib",
     "ib",
     "roce",

@@ -133,7 +133,7 @@ class PlatformSettings(Settings):
         """Return the settings for a job that measures the network itself, or plain sockets: with the same daemons and
         cards."""
         env = {**getattr(self, "env", {}), "NCCL_NET": "Socket"}
-        return self._changed(network_test=0, **({"env": env, "allow_sockets": True} if sockets else {}))
+        return self._changed(network_test=0, **({"env": env, "allow_tcp_fallback": True} if sockets else {}))
 
     def for_one_process(self) -> Self:
         return self._changed(nodes=1, processes_per_node=1, network_test=0)

@@ -51,7 +51,7 @@ class NcclFit(StrEnum):
 class NodeNetwork(Settings):
     """The node's part of a network profile: what to set up, what has to be there, what has to come out."""
 
-    name: str = "plain"
+    name: str = "tcp"
     nccl_net: str | None = None
     """The name that NCCL must report as `Using network …`; None where plain sockets are right."""
     nccl_net_aliases: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ class NodeNetwork(Settings):
     """GPUs that this node must have."""
     floor_gbytes: dict[int, float] = Field({})
     """Least bus bandwidth of a large all-reduce in GB/s, by the node count from which on it holds: {2: 40.0}."""
-    allow_sockets: bool = False
+    allow_tcp_fallback: bool = False
     """Go on, with a warning, where the network is found not to be in use."""
     place: Literal["gce"] | None = None
     """The source of this machine's place in the fabric, for the order of ranks: GCE's metadata server."""
@@ -294,12 +294,15 @@ class NetworkUse:
     def _finding(self, what: str, fault: FailureClass) -> RankFailure | None:
         hints = dict.fromkeys(hint for phrase, hint in _HINTS.items() if any(phrase in line for line in self._tail))
         message = "; ".join([f"{what} (platform.network={self._network.name})", *hints])
-        if self._network.allow_sockets:
+        if self._network.allow_tcp_fallback:
             self._expected = None  # one warning is enough
-            print(f"warning [network.unused] {message} -> allow_sockets is set: the job continues, slower", flush=True)
+            print(
+                f"warning [network.unused] {message} -> allow_tcp_fallback is set: the job continues, slower",
+                flush=True,
+            )
             return None
         name = "NodeError" if fault is FailureClass.NODE else "UserError"
-        fix = "To train over plain sockets all the same, set platform.allow_sockets"
+        fix = "To train over plain sockets all the same, set platform.allow_tcp_fallback"
         return RankFailure(
             local_rank=0,
             exit_code=fault.exit_code,

@@ -158,9 +158,9 @@ def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownS
     result = read_result(path.read_bytes(), str(path))
     problem = check_bandwidth(result, node.node_rank, name=network.name)
     if problem is not None:
-        if not network.allow_sockets:
+        if not network.allow_tcp_fallback:
             raise problem
-        print(f"warning [network.slow] {problem} -> allow_sockets is set: the job continues, slower", flush=True)
+        print(f"warning [network.slow] {problem} -> allow_tcp_fallback is set: the job continues, slower", flush=True)
     return result
 
 

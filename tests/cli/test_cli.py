@@ -520,7 +520,11 @@ def test_changed_setting_keeps_all_other_deployed_settings() -> None:
     assert made == {**wanted.model_dump(mode="json"), "overrides": {}}
     profile = {"root": "there", "platform": {"kind": "local", "grace_period": 7}}
     moved = parameters_with("train-litgpt", deployed, {"platform.processes_per_node": 2}, profile=profile)
-    assert (moved["root"], moved["platform"]["grace_period"], moved["platform"]["processes"]) == ("there", 7, 2)
+    assert (moved["root"], moved["platform"]["grace_period"], moved["platform"]["processes_per_node"]) == (
+        "there",
+        7,
+        2,
+    )
     assert moved["train"]["seed"] == 7
     with pytest.raises(ConfigProblem, match=r"train\.lerning_rate: unknown setting"):
         parameters_with("train-litgpt", deployed, {"train.lerning_rate": 1})

@@ -38,7 +38,7 @@ def test_benchmark_job_has_no_network_test() -> None:
     cluster = {"kind": "gke", "cluster": "c", "project": "p", "location": "l", "machine": "a3-highgpu-8g", "nodes": 4}
     config = {"measure": {"compare": True}, "platform": {**cluster, "network": "tcpx"}}
     fast, sockets = validated(BenchmarkConfig, config, where="here").jobs()
-    assert (fast.platform.network_test, fast.platform.allow_sockets) == (0, False)  # type: ignore[union-attr]
+    assert (fast.platform.network_test, fast.platform.allow_tcp_fallback) == (0, False)  # type: ignore[union-attr]
     assert sockets.platform.env == {"NCCL_NET": "Socket"}  # type: ignore[union-attr]
     assert len({claim_of(job).make_job(1).name for job in (fast, sockets)}) == 2
     with pytest.raises(ConfigProblem, match="one node of one process"):

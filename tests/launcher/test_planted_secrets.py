@@ -215,7 +215,7 @@ def runai(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """A platform whose control plane repeats what it is sent, and a login there."""
     monkeypatch.setenv("RUNAI_CLIENT_ID", "me")
     monkeypatch.setenv("RUNAI_CLIENT_SECRET", SECRET)
-    return {"kind": "runai", "project": "team-a", "url": echo.address, "claims": [{"name": "a", "path": "/a"}]}
+    return {"kind": "runai", "project": "team-a", "url": echo.address, "pvcs": [{"name": "a", "path": "/a"}]}
 
 
 def test_record_of_a_job_does_not_redirect_credentials(

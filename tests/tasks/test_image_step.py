@@ -31,7 +31,7 @@ def test_changed_tag_is_checked_by_its_present_image(tmp_path: Path, monkeypatch
         public.push_image("team/train", STACKS["default"].contents("amd64").labels)
         with pytest.raises(ConfigProblem, match="the tcpxo plug-in is qualified for"):
             identity(tag)
-        assert identity(tag, network="plain").image
+        assert identity(tag, network="tcp").image
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from launcher.environment import Entry, as_rows, node_environment
 from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, Object, Submission
-from launcher.networks import plain
+from launcher.networks import tcp
 from launcher.networks.profile import LIBRARIES, NetworkContext
 from launcher.platforms.batch.settings import BatchPlatformConfig
 from launcher.platforms.settings import drop_empty
@@ -48,7 +48,7 @@ STOPS = sorted({2, 50005, *(EXIT_CODES[fault] for fault in _FAULTS)})
 def render(job: Job, settings: BatchPlatformConfig) -> Submission:
     """Return the submission. Its `job` is a file for `gcloud batch jobs submit`."""
     machine, resources = settings.machine_type, None
-    network = plain.network(NetworkContext(machine=machine), settings)
+    network = tcp.network(NetworkContext(machine=machine), settings)
     shm = int(TypeAdapter(ByteSize).validate_python(f"{settings.shm}B")) if settings.shm else network.shm_bytes
     own, more = dict[str, Any](shm_bytes=min(network.node.shm_bytes, shm)), list[Entry]()
     if settings.node_gpus and settings.os == "cos":

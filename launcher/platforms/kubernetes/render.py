@@ -283,9 +283,9 @@ def _environment(
     # the metadata server for its machine's place is INFERRED; without permission nothing changes. A machine without a
     # known type may be in no cloud.
     sorts_ranks = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
-    place, sockets = "gce" if sorts_ranks else None, settings.allow_sockets
+    place, sockets = "gce" if sorts_ranks else None, settings.allow_tcp_fallback
     own, before = own[first:], own[:first]
-    return node_environment(job, settings, network, own, before=before, allow_sockets=sockets, place=place)
+    return node_environment(job, settings, network, own, before=before, allow_tcp_fallback=sockets, place=place)
 
 
 def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:

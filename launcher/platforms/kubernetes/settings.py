@@ -72,7 +72,7 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
     network_policy: bool = True
     """Pods take connections from the other pods of their attempt alone, by a NetworkPolicy."""
-    allow_sockets: bool = False
+    allow_tcp_fallback: bool = False
     """Continue if NCCL uses plain sockets instead of the network; otherwise such a run stops."""
     queue: str | None = Field(None, pattern=OBJECT_NAME)
     """Kueue LocalQueue that admits the job."""

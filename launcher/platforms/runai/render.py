@@ -51,7 +51,7 @@ def workload(job: Job, settings: RunaiPlatformConfig) -> Workload:
         raise ConfigProblem(f"{what}, and Kubernetes takes {LONGEST_LABEL}", fix="choose another `name` for the run")
     network = settings.fabric
     shm = network.node.shm_bytes if settings.large_shm else 0
-    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)
+    entries = node_environment(job, settings, network, allow_tcp_fallback=settings.allow_tcp_fallback, shm_bytes=shm)
     variables = {entry.name: entry.value for entry in entries}
     shown = {name: value for name, value in variables.items() if plain(value)}
     hidden = {name: value for name, value in variables.items() if name not in shown}

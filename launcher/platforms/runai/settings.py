@@ -94,7 +94,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     topology_required: bool = False
     """Wait for such machines, rather than prefer them."""
     network: ByMultus = DEFAULT
-    allow_sockets: bool = False
+    allow_tcp_fallback: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
     priority: str | None = Field(None, pattern=NAME)
     """Priority class; empty is the project's default."""

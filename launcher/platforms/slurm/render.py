@@ -31,7 +31,7 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
     _check_directory(job.directory)
     network = settings.fabric
     shm = network.node.shm_bytes if settings.gpus else 0
-    entries = node_environment(job, settings, network, allow_sockets=settings.allow_sockets, shm_bytes=shm)
+    entries = node_environment(job, settings, network, allow_tcp_fallback=settings.allow_tcp_fallback, shm_bytes=shm)
     folder, mounts = list[str](), list(settings.mounts)
     container, python = list[str](), ["python"]
     log_flags: tuple[str, ...] = ()

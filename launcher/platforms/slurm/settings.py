@@ -92,7 +92,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     time: str | None = Field(None, json_schema_extra={"examples": ["24:00:00", "2-00:00:00"]})
     """Time limit in Slurm's own form. The training saves before it, and the next attempt continues from there."""
     network: OnMachines = DEFAULT
-    allow_sockets: bool = False
+    allow_tcp_fallback: bool = False
     """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
     venv: str | None = Field(None, pattern=_PATH)
     """A virtual or conda environment on the cluster, which has train-litgpt; empty takes `python` as PATH has it."""

@@ -117,7 +117,7 @@ def test_auto_strategy_follows_memory_before_network_speed() -> None:
         "it takes least memory and sends 60.2 GB a step, 0.32 s at 1,520 Gbit/s (the least of tcpxo), "
         "and the products take 1.1 s, which hide it",
     )
-    unknown = llama.model_copy(update={"platform": llama.platform.model_copy(update={"network": "plain"})})
+    unknown = llama.model_copy(update={"platform": llama.platform.model_copy(update={"network": "tcp"})})
     assert figures_of(unknown)["strategy"][0] == "hybrid", "which sends least, however fast the network is"
     assert figures_of(on_nodes("pythia-1b", "a3-megagpu-8g", "tcpxo", 2, **passes))["strategy"][0] == "ddp"
     for network_config in (llama, unknown):

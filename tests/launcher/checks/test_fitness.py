@@ -44,7 +44,7 @@ def first(image: Settings, network: str = "", **options: Any) -> Finding:
     return next(check_fitness(config(image, network, **options)))
 
 
-@pytest.mark.parametrize(("network", "stack"), [("plain", "default"), ("gib", "default"), ("tcpxo", "tcpxo")])
+@pytest.mark.parametrize(("network", "stack"), [("tcp", "default"), ("gib", "default"), ("tcpxo", "tcpxo")])
 def test_the_stack_is_the_first_that_the_plugin_is_qualified_for(network: str, stack: str) -> None:
     assert chosen_image(config(built(), network)).stack == stack
     assert chosen_image(config(built(stack="default"), network)).stack == "default", "a named one stays"
@@ -72,7 +72,7 @@ def test_stack_is_refused_when_nodes_would_be_lost(
 
 def test_the_fix_names_the_stack_or_the_network_that_would_do() -> None:
     assert first(built(stack="default"), "tcpxo").fix.startswith("leave image.stack out: stack tcpxo has NCCL 2.28.9")
-    assert "network=plain" in first(built(), "tcpx", kind=RunConfig).fix, "no stack of ours is for it"
+    assert "network=tcp" in first(built(), "tcpx", kind=RunConfig).fix, "no stack of ours is for it"
 
 
 def test_image_of_a_dockerfile_is_checked_once_it_is_built() -> None:

@@ -176,7 +176,7 @@ def test_plain_sockets_stop_the_run_unless_they_are_allowed(tmp_path: Path, caps
     assert NetworkUse(NodeNetwork(), tmp_path, nodes=2).look(steps=1) is None
     assert NetworkUse(GIB, tmp_path, nodes=1).look(steps=1) is None
     assert capsys.readouterr().out == ""
-    allowed = NetworkUse(GIB.model_copy(update={"allow_sockets": True}), tmp_path, nodes=2)
+    allowed = NetworkUse(GIB.model_copy(update={"allow_tcp_fallback": True}), tmp_path, nodes=2)
     assert [allowed.look(), allowed.look()] == [None, None]
     assert capsys.readouterr().out.count("warning [network.unused] NCCL uses Socket, not gIB") == 1
 

@@ -33,7 +33,7 @@ LIVES: dict[str, dict[str, Any]] = {
     },
     "claims": {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"},
     "roce": {"gpus": 8, "network": "roce", "roce_network": "rails", "roce_resource": "rdma/shared"},
-    "plain-job": {"workload": "job"},
+    "tcp-job": {"workload": "job"},
     "tcpx": {"machine": "a3-highgpu-8g", "network": "tcpx"},
 }  # fmt: skip
 """What is asked for, so that between them jobs use all of the role; the first three have no machine in this cluster."""
@@ -69,7 +69,7 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     watched = cluster.traffic.calls["watch", "pods"]
     job_id = platform.submit(submission)
     platform.submit(submission)
-    runs = name in ("plain-job", "tcpx")
+    runs = name in ("tcp-job", "tcpx")
     until(lambda: platform.status(job_id).state is JobState.RUNNING if runs else platform.status(job_id).reasons)
     platform.logs(job_id)
     until(lambda: platform.status(job_id) and cluster.traffic.calls["watch", "pods"] > watched)

@@ -27,12 +27,12 @@ Options = dict[str, Any]
 
 CONFIGS = Path(__file__).parents[4] / "deployments" / "configs"
 
-PLAIN = {"machine": "g2-standard-48"}
+TCP = {"machine": "g2-standard-48"}
 
 # A file each.
 SHOWN: dict[str, Options] = {
-    "plain": PLAIN,
-    "plain-job": {**PLAIN, "workload": "job"},
+    "tcp": TCP,
+    "tcp-job": {**TCP, "workload": "job"},
     "tcpx": {"machine": "a3-highgpu-8g", "network": "tcpx"},
     "tcpxo": {"machine": "a3-megagpu-8g", "network": "tcpxo"},
     "gib": {"machine": "a3-ultragpu-8g", "network": "gib"},
@@ -48,15 +48,15 @@ SHOWN: dict[str, Options] = {
 
 # What else there is: the file that it is told as differences from, and the settings that are other than there.
 VARIANTS: dict[str, tuple[str, Options]] = {
-    "any-cpu": ("plain", {"machine": None, "cpus": "4", "memory": "8Gi", "pvc": "shared"}),
-    "spot": ("plain", {
+    "any-cpu": ("tcp", {"machine": None, "cpus": "4", "memory": "8Gi", "pvc": "shared"}),
+    "spot": ("tcp", {
         "spot": True, "grace_period": 20, "exclude_nodes": ("gke-bad-1",), "priority": "batch", "node_pool": "spot",
         "local_ssd": True, "image_pull_secrets": ("login", "mirror"), "node_selector": {"disk": "fast"},
     }),
-    "reserved": ("plain", {
+    "reserved": ("tcp", {
         "reservation": "mine", "flex_start": True, "flex_start_duration": "60m", "service_account": "trainer",
     }),
-    "fuse-on-host": ("plain", {"dataset_access": "fuse", "service_account": "trainer", "host_network": True}),
+    "fuse-on-host": ("tcp", {"dataset_access": "fuse", "service_account": "trainer", "host_network": True}),
     "tcpx-mirrored": ("tcpx", {"network_registry": "mirror.example", "disable_pmtu": True}),
     "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "env": {"NCCL_DEBUG": "WARN"}}),
     "tcpxo-on-host": ("tcpxo", {"host_network": True}),
@@ -183,12 +183,12 @@ def test_pod_has_no_token_of_the_clusters_api() -> None:
 
 def test_node_has_only_the_capabilities_of_its_network() -> None:
     for this in everything():
-        network = this.options.get("network", "plain")
-        wanted = {"plain": None, "tcpxo": ["DAC_OVERRIDE"]}.get(network, ["IPC_LOCK", "DAC_OVERRIDE"])
+        network = this.options.get("network", "tcp")
+        wanted = {"tcp": None, "tcpxo": ["DAC_OVERRIDE"]}.get(network, ["IPC_LOCK", "DAC_OVERRIDE"])
         for container in this.containers:
             security = container.get("securityContext", {})
             if security.get("privileged"):
-                assert (this.pod.get("hostNetwork"), network == "plain") == (True, False), this.options
+                assert (this.pod.get("hostNetwork"), network == "tcp") == (True, False), this.options
             elif container["name"] == "node":
                 assert security["allowPrivilegeEscalation"] is False, this.options
                 assert security["seccompProfile"] == {"type": "RuntimeDefault"}, this.options
@@ -199,24 +199,24 @@ def test_node_has_only_the_capabilities_of_its_network() -> None:
 def test_node_is_root_only_if_its_network_needs_it() -> None:
     user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000}
     for this in everything():
-        plain = this.options.get("network", "plain") == "plain"
+        is_tcp = this.options.get("network", "tcp") == "tcp"
         of_pod, of_node = this.pod.get("securityContext", {}), this.node["securityContext"]
-        assert {name: of_pod[name] for name in user if name in of_pod} == (user if plain else {}), this.options
-        assert of_node.get("runAsUser", 1000) == (1000 if plain else 0), this.options
+        assert {name: of_pod[name] for name in user if name in of_pod} == (user if is_tcp else {}), this.options
+        assert of_node.get("runAsUser", 1000) == (1000 if is_tcp else 0), this.options
         writable = {mount["mountPath"] for mount in this.node["volumeMounts"]}
-        assert ("/tmp" in writable) == bool(of_node.get("readOnlyRootFilesystem")) == plain, this.options
+        assert ("/tmp" in writable) == bool(of_node.get("readOnlyRootFilesystem")) == is_tcp, this.options
 
 
 def test_image_is_read_only_for_our_training_but_not_for_scripts() -> None:
-    script = sent(PLAIN, program=("train.py",))
+    script = sent(TCP, program=("train.py",))
     assert "readOnlyRootFilesystem" not in script.node["securityContext"]
     assert script.variables["USER"] == "trainer"
     assert "HOME" not in script.variables, "the image's home may hold a model or a token"
-    assert sent(PLAIN).variables["HOME"] == "/tmp"
+    assert sent(TCP).variables["HOME"] == "/tmp"
 
 
 def test_pods_accept_connections_of_their_own_attempt_only() -> None:
-    for this in [*everything(), sent({**PLAIN, "network_policy": False})]:
+    for this in [*everything(), sent({**TCP, "network_policy": False})]:
         policies = [item["spec"] for item in this.items if item["kind"] == "NetworkPolicy"]
         if this.options.get("host_network") or not this.options.get("network_policy", True):
             assert policies == []
@@ -232,7 +232,7 @@ def test_pods_accept_connections_of_their_own_attempt_only() -> None:
 
 
 def test_permanent_failure_ends_the_jobset_and_others_restart_it() -> None:
-    policy = sent(PLAIN).work["failurePolicy"]
+    policy = sent(TCP).work["failurePolicy"]
     (rule,) = policy["rules"]
     # The Job controller's own words (KEP-262); what no rule matches is restarted, and counted.
     messages = {
@@ -249,13 +249,13 @@ def test_permanent_failure_ends_the_jobset_and_others_restart_it() -> None:
 
 def test_next_life_starts_after_the_last_pod_of_this_one() -> None:
     """Two pods of one node would write over each other's checkpoints."""
-    assert sent(PLAIN).work["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
-    job = sent(SHOWN["plain-job"]).work
+    assert sent(TCP).work["failurePolicy"]["restartStrategy"] == "BlockingRecreate"
+    job = sent(SHOWN["tcp-job"]).work
     assert (job["backoffLimit"], job["podReplacementPolicy"]) == (0, "Failed")
 
 
 def test_attempt_excludes_the_machines_of_the_config_and_its_own() -> None:
-    this = sent({**PLAIN, "exclude_nodes": ("gke-a", "gke-b")}, exclude_nodes=("gke-b", "gke-c"))
+    this = sent({**TCP, "exclude_nodes": ("gke-a", "gke-b")}, exclude_nodes=("gke-b", "gke-c"))
     terms = this.pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     rule = terms["nodeSelectorTerms"][0]["matchExpressions"][0]
     assert (rule["operator"], rule["values"]) == ("NotIn", ["gke-a", "gke-b", "gke-c"])
@@ -271,7 +271,7 @@ def test_program_gets_its_arguments_unchanged(word: str, workload: str) -> None:
 
 
 def test_too_long_names_are_refused_with_a_fix() -> None:
-    many, name = {**PLAIN, "nodes": 1000}, "a-name-of-twenty-five-chr-0123456789"
+    many, name = {**TCP, "nodes": 1000}, "a-name-of-twenty-five-chr-0123456789"
     for attempt in (1, 999):  # a run is refused at once, and not in the middle
         with pytest.raises(ConfigProblem, match=r"names of 65 characters.*takes 63.*2 characters shorter"):
             sent(many, name=name, attempt=attempt)
@@ -282,4 +282,4 @@ def test_dataset_is_either_staged_or_mounted() -> None:
     for this in everything():
         assert ("--stage" in this.node["command"]) != ("LITGPT_DATASET" in this.variables), this.options
     with pytest.raises(ConfigProblem, match=r"is in none; take platform.dataset_access=copy"):
-        sent({**PLAIN, "dataset_access": "fuse", "service_account": "trainer", "pvc": "shared"})
+        sent({**TCP, "dataset_access": "fuse", "service_account": "trainer", "pvc": "shared"})

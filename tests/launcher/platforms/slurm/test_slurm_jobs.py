@@ -153,7 +153,7 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
         ({"options": ["-Jother"]}, "--name=value"),
         *(({"options": [option]}, "would undo what the launcher sets or finds") for option in TAKEN.split()),
         ({"secrets": {"TOKEN": "secret-value"}}, "is not a path"),
-        ({"roce_interface": "eth1"}, "means nothing to platform.network=plain"),
+        ({"roce_interface": "eth1"}, "means nothing to platform.network=tcp"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -17,7 +17,7 @@ def network(context: net.NetworkContext, _options: Settings) -> net.Network:
     shm = 8 * net.GIB
     if machine is not None:
         shm = min(64 * net.GIB, machine.memory_gib * net.GIB // 4)
-    node = NodeNetwork(name="plain", gpus=machine.gpus if machine else 0, shm_bytes=min(shm, net.GIB))
+    node = NodeNetwork(name="tcp", gpus=machine.gpus if machine else 0, shm_bytes=min(shm, net.GIB))
     return net.Network(node=node, shm_bytes=shm)
 
 
