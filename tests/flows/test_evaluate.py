@@ -45,9 +45,10 @@ def with_task(config: RunConfig, folder: Path, **more: Any) -> RunConfig:
 
 @needs_harness
 @pytest.mark.prefect
-def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own_log_likelihoods(
+def test_model_is_scored_once_by_a_task_of_the_user(
     trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path
 ) -> None:
+    """The scores are the model's log likelihoods."""
     config, storage = with_task(trained.config, tmp_path), plan_run(trained.config).storage
     assert plan_run(config).key == plan_run(trained.config).key
     assert [row["step"] for row in plan_of(config).steps][-1] == "evaluation"
@@ -79,9 +80,10 @@ def test_a_model_is_scored_once_by_a_task_of_ones_own_and_the_scores_are_its_own
 
 
 @pytest.mark.prefect
-def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_warning(
+def test_checkpoint_is_scored_in_parallel_to_its_training(
     trained: Any, run_again: Callable[[RunConfig], Any], tmp_path: Path
 ) -> None:
+    """A checkpoint that cannot be scored is a warning."""
     config = with_task(trained.config, tmp_path, every_checkpoints=1)
     run, every, notes = plan_run(config), config.train.checkpoint_every, list[Event]()
     last, *before = [entry.step for entry in list_complete(run.storage)]
@@ -106,7 +108,7 @@ def test_a_checkpoint_is_scored_beside_its_training_and_one_that_cannot_be_is_a_
     assert f"{score} at step {before[0]}; " in run.storage.read("report.html").decode()
 
 
-def test_what_an_evaluation_lacks_is_said_before_anything_begins(tiny: Callable[..., RunConfig]) -> None:
+def test_evaluation_reports_missing_parts_before_it_begins(tiny: Callable[..., RunConfig]) -> None:
     reported = {
         entry.code: entry for entry in plan_of(tiny({"evaluation": {"tasks": ["words"], "task_folder": "no"}})).findings
     }

@@ -45,9 +45,7 @@ def states(claim: Claim) -> list[JobState]:
     return [entry.status.state for entry in claim.attempts.all()]
 
 
-def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
-    tiny: Tiny, tmp_path: Path, corpus: Path
-) -> None:
+def test_cancelled_training_ends_its_job_when_the_corpus_changed(tiny: Tiny, tmp_path: Path, corpus: Path) -> None:
     text, flow_run = Path(shutil.copy(corpus, tmp_path)), uuid4()
     config = tiny({"data.corpus.paths": [str(text)]})
     claim = running_job(config, flow_run)
@@ -59,9 +57,8 @@ def test_cancelling_a_training_ends_its_job_though_its_corpus_has_changed(
     assert states(claim) == ["cancelled"]
 
 
-def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later_one_started(
-    tiny: Tiny, platform: StrictPlatform
-) -> None:
+def test_cancelled_flow_run_ends_the_job_it_reattached_to(tiny: Tiny, platform: StrictPlatform) -> None:
+    """A job that a later flow run started continues."""
     first, second, third = uuid4(), uuid4(), uuid4()
     claim = running_job(tiny(), first)
     replace(claim, flow_runs=[str(second)]).reattach_or_create()
@@ -73,9 +70,7 @@ def test_cancelling_a_flow_run_ends_the_job_that_it_took_up_and_not_what_a_later
     assert states(claim) == ["cancelled", "pending"]
 
 
-def test_cancelling_a_sweep_ends_the_job_of_every_trial_but_of_those_whose_records_nobody_can_read(
-    tiny: Tiny, platform: StrictPlatform
-) -> None:
+def test_cancelled_sweep_ends_the_jobs_of_readable_trials(tiny: Tiny, platform: StrictPlatform) -> None:
     grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
     started = [running_job(trial.config, uuid4(), flow_run) for trial in trials(sweep)[:2]]  # the third has not begun
@@ -95,7 +90,9 @@ def test_a_flow_run_has_one_orchestrator_at_a_time() -> None:
     assert not acquire_process_lock(flow_run)
 
 
-def test_a_flow_run_that_keeps_crashing_is_refused_and_names_of_its_states_are_no_starts() -> None:
+def test_flow_run_that_keeps_crashing_is_refused() -> None:
+    """Names of its states do not count as starts."""
+
     @flow
     async def again() -> None:
         begin(TRAINING_STEPS)

@@ -93,9 +93,8 @@ def test_flow_takes_no_integer_that_prefect_cannot_write() -> None:
 
 
 @pytest.mark.prefect
-def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_before_it_writes_anything(
-    tiny: Any, tmp_path: Any
-) -> None:
+def test_overrides_win_over_sections_of_a_flow(tiny: Any, tmp_path: Any) -> None:
+    """A flow that cannot work is refused before it writes anything."""
     with pytest.raises(ConfigProblem, match="lerning_rate"):
         config_from(RunConfig, {"overrides": {"train.lerning_rate": 1}})
     groups = {name: getattr(tiny(), name) for name in RunConfig.model_fields}
@@ -105,7 +104,7 @@ def test_overrides_win_over_sections_and_a_flow_that_cannot_work_is_refused_befo
 
 
 @pytest.mark.prefect
-def test_a_flow_run_is_named_after_its_run_unless_a_person_has_named_it() -> None:
+def test_flow_run_has_its_runs_name_unless_a_person_chose_one() -> None:
     async def named() -> str:
         await name_flow_run("gpt-0123456789")
         async with get_client() as client:
@@ -133,7 +132,7 @@ def test_a_section_that_cannot_be_used_names_overrides(arguments: dict[str, Any]
     assert f"-p 'overrides={single}'" in str(refused.value)
 
 
-def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deployment_warns_when_a_section_falls_to_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     part, complete = TrainConfig(max_steps=200), TrainConfig.model_validate(TrainConfig().model_dump())
     events: list[Event] = []
     with Listener(events.append):
@@ -148,7 +147,8 @@ def test_a_deployments_run_warns_where_the_rest_of_a_section_is_defaults(monkeyp
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_are_told_apart() -> None:
+def test_deployment_is_found_by_name_in_any_flow() -> None:
+    """Two of one name need the flow's name."""
     names = ["train-litgpt/here", "train-litgpt/both", "prepare-dataset/text", "prepare-dataset/both"]
     with get_client(sync_client=True) as client:
         for flow, _, name in (full.partition("/") for full in names):
@@ -164,7 +164,8 @@ def test_a_deployment_is_found_by_its_name_in_whatever_flow_and_two_of_a_name_ar
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_a_config_is_handed_to_a_deployment_of_its_flow_that_keeps_no_setting_of_its_own() -> None:
+def test_config_goes_to_a_deployment_without_own_settings() -> None:
+    """It is one of the config's flow."""
     kept = {"name": "theirs", "overrides": {"train.max_steps": 7}}
     user_folder = validated(RunConfig, {"name": "mine", "platform": {"kind": "local", "nodes": 2}}, where="mine.yaml")
     with get_client(sync_client=True) as client:

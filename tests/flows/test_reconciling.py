@@ -38,9 +38,10 @@ def flow_run_of(config: RunConfig, state: State[Any]) -> UUID:
 
 
 @pytest.mark.prefect
-def test_a_flow_run_whose_orchestrator_died_unheard_is_called_crashed_and_one_that_lives_goes_on(
+def test_flow_run_of_a_dead_orchestrator_is_marked_crashed(
     tiny_under: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """One that lives continues."""
     monkeypatch.setattr("launcher.runs.lease.HEARTBEAT_INTERVAL", 0.05)
 
     async def crashed() -> list[str]:
@@ -73,9 +74,10 @@ def reaped(root: Path) -> list[Reaped]:
 
 
 @pytest.mark.prefect
-def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_cancelled(
+def test_running_job_of_a_cancelled_flow_run_is_cancelled(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is reported first."""
     from prefect.settings import get_current_settings
 
     claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
@@ -89,7 +91,7 @@ def test_a_job_whose_flow_run_prefect_calls_cancelled_is_said_to_go_on_and_then_
 
 
 @pytest.mark.prefect
-def test_the_automations_flow_asks_a_platform_again_that_is_away_just_then(
+def test_automations_flow_retries_a_platform_that_is_away(
     tiny: Tiny, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else may look: the automation starts the flow once for each cancelled flow run."""
@@ -108,7 +110,7 @@ def test_the_automations_flow_asks_a_platform_again_that_is_away_just_then(
 
 
 @pytest.mark.prefect
-def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_at(
+def test_unreadable_root_does_not_hide_other_roots(
     tiny: Tiny, tiny_under: Tiny, platform: StrictPlatform, tmp_path: Path
 ) -> None:
     broken = tiny_under(tmp_path / "broken")
@@ -127,6 +129,6 @@ def test_a_root_that_cannot_be_read_does_not_keep_the_others_from_being_looked_a
         (["CANCELLED", ""], False),  # that of a command line with a server of its own
     ],
 )  # fmt: skip
-def test_only_what_all_have_left_and_somebody_cancelled_is_abandoned(states: list[str], abandoned: bool) -> None:
+def test_only_a_cancelled_job_without_followers_is_abandoned(states: list[str], abandoned: bool) -> None:
     known = {str(number): state for number, state in enumerate(states) if state}
     assert is_abandoned([str(number) for number in range(len(states))], known) is abandoned

@@ -37,7 +37,7 @@ class Handler(Answering):
         (200, b'"2.20.1"', "Major versions must match"),
     ],
 )
-def test_an_address_of_something_else_is_refused_with_what_it_answered(
+def test_address_of_another_service_is_refused_with_its_answer(
     status: int, body: bytes, advice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Handler, "status", status)
@@ -50,7 +50,7 @@ def test_an_address_of_something_else_is_refused_with_what_it_answered(
     assert str(refused.value).startswith(f"PREFECT_API_URL={address} cannot be used")
 
 
-def test_a_server_that_takes_connections_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flows.server._ANSWER_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
@@ -59,9 +59,8 @@ def test_a_server_that_takes_connections_and_says_nothing_is_given_up(monkeypatc
             require_server()
 
 
-def test_a_server_of_make_serve_is_found_while_it_lives_and_a_commands_own_has_its_data_beside_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_of_make_serve_is_found_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command's own server has its data next to the code."""
     monkeypatch.delenv("PREFECT_HOME")
     monkeypatch.setattr("flows.serving.CHECKOUT", tmp_path)
     (tmp_path / "pyproject.toml").touch()
@@ -102,7 +101,7 @@ def test_a_password_in_the_address_is_not_shown() -> None:
         assert "opensesame" not in str(refused.value)
 
 
-def test_a_server_that_dies_in_mid_run_ends_in_a_message_that_says_how_to_go_on() -> None:
+def test_dead_server_ends_a_run_with_the_way_to_continue() -> None:
     with temporary_settings({PREFECT_API_URL: NOBODY, PREFECT_CLIENT_MAX_RETRIES: 0}):
         lost = pytest.raises(ServerUnreachable, match=r"stopped answering.*Run the same command again")
         with lost, server_problems(), get_client(sync_client=True) as client:

@@ -90,7 +90,7 @@ def test_failed_trial_does_not_end_the_others(swept: Swept, trained: list[RunCon
     assert "user error" in artifact(f"sweep-{written.parent.name}")
 
 
-def test_a_sweep_with_a_trial_that_would_be_refused_does_not_begin(swept: Swept, trained: list[RunConfig]) -> None:
+def test_sweep_with_a_refused_trial_never_begins(swept: Swept, trained: list[RunConfig]) -> None:
     with pytest.raises(ConfigProblem, match="padded_vocab_size=64"):
         swept({"train.seed": [91, 92], "model.config.padded_vocab_size": [320, 64]})
     assert trained == []
@@ -240,7 +240,7 @@ def collected_model(*, complete: bool) -> FinalManifest:
     )  # fmt: skip
 
 
-def test_a_search_draws_its_trials_and_leaves_out_those_whose_settings_do_not_fit(swept: Swept) -> None:
+def test_search_draws_trials_except_invalid_ones(swept: Swept) -> None:
     space = {
         "train.learning_rate": {"kind": "log-uniform", "low": 1e-3, "high": 1e-1},
         "model.config.n_embd": {"kind": "choice", "values": [32, 33]},  # 33 does not split over two heads
@@ -354,7 +354,8 @@ class Crowd:
         return SimpleNamespace(validation_loss=1.0)
 
 
-def test_trials_never_use_more_gpus_than_the_limit_and_all_where_there_is_none(swept: Swept) -> None:
+def test_trials_use_no_more_gpus_than_the_limit(swept: Swept) -> None:
+    """Without a limit they use all."""
     crowds = Crowd(wanted=2, trials=3), Crowd(wanted=3, trials=3)
     with shared_limit(2):
         swept({"train.seed": [1, 2, 3]}, crowds[0].train, max_parallel=3)
@@ -362,7 +363,7 @@ def test_trials_never_use_more_gpus_than_the_limit_and_all_where_there_is_none(s
     assert [crowd.most for crowd in crowds] == [2, 3]
 
 
-def test_a_trial_that_takes_more_gpus_than_the_limit_has_does_not_wait_for_ever(swept: Swept) -> None:
+def test_trial_with_more_gpus_than_the_limit_is_refused(swept: Swept) -> None:
     with (
         shared_limit(1),
         pytest.raises(LauncherError, match=r"takes 2 slots .* limit gpus has 1; raise it: prefect gcl update gpus"),

@@ -34,9 +34,10 @@ def prepare(tiny: Callable[..., RunConfig]) -> Callable[..., Awaitable[bool]]:
     return prepared
 
 
-def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and_is_found_then_without_workers(
+def test_dataset_is_prepared_once_when_storage_was_away(
     prepare: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Then it is found without workers."""
     looks: list[None] = []
 
     def look(*arguments: Any) -> DatasetManifest | None:
@@ -52,7 +53,7 @@ def test_a_dataset_is_prepared_once_though_its_storage_was_away_for_a_moment_and
     assert asyncio.run(prepare(DaskWorkers(kind="dask", scheduler="tcp://127.0.0.1:9")))
 
 
-def test_a_cancelled_preparation_ends_and_goes_on_with_what_is_left_when_it_is_run_again(
+def test_cancelled_preparation_continues_in_the_next_run(
     prepare: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped, stop = threading.Event(), MapExecutor.stop

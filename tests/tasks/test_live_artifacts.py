@@ -28,7 +28,7 @@ SECRET = "S3cret-marker-0123456789"
 
 
 @pytest.mark.prefect
-def test_a_server_that_takes_questions_and_answers_none_holds_no_attempt_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_server_delays_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 

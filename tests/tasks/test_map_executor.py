@@ -28,7 +28,8 @@ def noted(folder: Path, number: int) -> int:
     return number
 
 
-def test_an_error_keeps_its_class_and_words_and_what_has_not_begun_never_does(tmp_path: Path) -> None:
+def test_error_keeps_its_class_with_its_message(tmp_path: Path) -> None:
+    """Tasks that have not begun never do."""
     over = Event()  # while the first goes on, whose turn it is
     with MapExecutor(TWO) as executor:
         with pytest.raises(DataError, match=r"^item 2 is damaged$"):
@@ -80,7 +81,7 @@ def test_stopped_executor_ends_with_the_item_at_hand(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [tmp_path / "0"]
 
 
-def test_a_phase_that_is_called_off_is_over_before_the_next_begins(tmp_path: Path) -> None:
+def test_cancelled_phase_ends_before_the_next_begins(tmp_path: Path) -> None:
     step: Callable[[int], int] = partial(noted, tmp_path)
     with MapExecutor(TWO) as executor:
         begun = executor(step, range(3, 1000))

@@ -555,7 +555,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def test_hostile_metrics_are_reported_once_and_change_no_diagnosis(tmp_path: Path) -> None:
+def test_hostile_metrics_are_reported_once(tmp_path: Path) -> None:
     class Hostile(Fated):
         def meet(self, job_id: JobId, code: int) -> None:
             self.start(job_id)

@@ -97,7 +97,8 @@ class Page(HTMLParser):
         self.prose += data
 
 
-def test_the_page_needs_nothing_but_itself_and_is_the_same_each_time() -> None:
+def test_report_is_self_contained() -> None:
+    """It has the same bytes each time."""
     text = html(a_report())
     page = Page(text)
     assert html(a_report()) == text
@@ -107,7 +108,8 @@ def test_the_page_needs_nothing_but_itself_and_is_the_same_each_time() -> None:
     assert not re.search(r"url\((?!#)|@import|http", text)
 
 
-def test_the_page_and_the_markdown_tell_outcome_figures_curves_and_sample() -> None:
+def test_report_has_outcome_figures_curves_with_a_sample() -> None:
+    """So has the Markdown."""
     page, text = Page(html(a_report())), markdown(a_report())
     for query in (
         "Finished", "2.7726", "20,480", "12,345 tok/s", "3 min 20 s", "40 of 40", "/data/datasets/stdlib-0123456789",
@@ -215,7 +217,7 @@ class Noted(dict[str, Any]):
 
 @given(st.lists(MADE_UP, min_size=1, max_size=6))
 @settings(max_examples=50)
-def test_rows_that_no_training_writes_stop_nothing_that_shows_them(made_up: list[dict[str, Any]]) -> None:
+def test_malformed_rows_never_stop_a_report(made_up: list[dict[str, Any]]) -> None:
     Noted.read.clear()
     made = [{name: value for name, value in (PLAIN | row).items() if value is not MISSING} for row in made_up]
     rows = [Noted(row) for line in made if (row := from_log_line(to_log_line(line))) is not None]

@@ -65,14 +65,15 @@ def ignoring(folder: Path, rules: str) -> Path:
     return folder
 
 
-def test_the_same_files_are_the_same_archive_wherever_and_whenever_they_lie(user_folder: Path, tmp_path: Path) -> None:
+def test_archive_of_the_same_files_has_the_same_bytes(user_folder: Path, tmp_path: Path) -> None:
+    """Wherever they are stored, and whenever."""
     second_folder = shutil.copytree(user_folder, tmp_path / "checkout")
     os.utime(second_folder / "train.py", (1, 1))
     assert packed(user_folder) == packed(second_folder)
     assert names(user_folder) == ["lib/second.py", "train.py"]
 
 
-def test_what_the_ignore_file_names_and_what_runs_write_there_is_no_part_of_the_code(user_folder: Path) -> None:
+def test_code_excludes_ignored_files_or_files_of_runs(user_folder: Path) -> None:
     root = user_folder / "out[1]"
     before = packed(user_folder, root)
     root.mkdir()
@@ -107,7 +108,7 @@ def test_secrets_never_ship_despite_the_ignore_file(user_folder: Path, secret: s
         '{"type": "service_account", "private_key": "x"}', '{\n  "refresh_token": "x",\n  "type": "authorized_user"\n}',
     ],
 )  # fmt: skip
-def test_a_key_is_refused_by_the_name_of_its_file_whatever_that_is(user_folder: Path, key: str) -> None:
+def test_private_key_is_refused_by_the_name_of_any_file(user_folder: Path, key: str) -> None:
     (user_folder / "my-proj-1234567890ab.json").write_bytes(key.encode())
     with pytest.raises(ConfigProblem, match=r"my-proj-1234567890ab\.json holds a private key.* name it in \.dockerig"):
         packed(user_folder)
@@ -147,15 +148,14 @@ def test_large_files_are_refused_by_name(user_folder: Path, monkeypatch: pytest.
         packed(ignoring(user_folder, "*.pt"))
 
 
-def test_a_script_that_leads_out_of_the_mounted_folder_is_refused(mounted: Mounted) -> None:
+def test_script_outside_the_mounted_folder_is_refused(mounted: Mounted) -> None:
     for script in ("/app/train.py", "lib/../../train.py"):
         with pytest.raises(ConfigProblem, match=r"is outside of code\.folder"):
             mounted(script=script)
 
 
-def test_an_archive_is_put_once_for_its_owner_alone_and_stops_the_run_if_somebody_changed_it(
-    user_folder: Path, tmp_path: Path
-) -> None:
+def test_archive_is_stored_once_for_its_owner(user_folder: Path, tmp_path: Path) -> None:
+    """A changed archive stops the run."""
     archive, root = packed(user_folder), open_storage(str(tmp_path / "out"))
     assert archive.ship(root)
     assert root.read(archive.path) == archive.content

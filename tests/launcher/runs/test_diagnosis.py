@@ -63,7 +63,7 @@ def culprit(*reports: NodeReport, status: JobStatus | None = None) -> tuple[Any,
     return found.fault, found.node, found.rank
 
 
-def test_a_victim_that_lost_its_peer_never_explains_the_peers_death() -> None:
+def test_victim_that_lost_a_peer_never_explains_its_death() -> None:
     for fault in {*JOB_FAILURE_CLASSES} - {FailureClass.NETWORK}:
         did = report(1, fault, rank(1, "what really happened"), after=0.6)
         found = diagnosis(lost(0, after=0.5), did, lost(2, after=0.4))
@@ -71,14 +71,14 @@ def test_a_victim_that_lost_its_peer_never_explains_the_peers_death() -> None:
     assert culprit(lost(0), lost(2))[0] is FailureClass.NETWORK
 
 
-def test_of_nodes_that_hang_the_one_that_fell_silent_first_is_named() -> None:
+def test_hang_names_the_node_that_fell_silent_first() -> None:
     assert culprit(hung(0, silent=900), hung(1, silent=904), hung(2, silent=901)) == (FailureClass.HANG, 1, 1)
     # Its peers' stacks say that they wait; a stopped process explains those that went on when it did.
     assert culprit(hung(0, silent=9, waits=True), hung(3, silent=1)) == (FailureClass.HANG, 3, 3)
     assert culprit(hung(0, silent=9), hung(3, silent=1, held=True)) == (FailureClass.HANG, 3, 3)
 
 
-def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lost_it() -> None:
+def test_killed_silent_node_is_the_culprit() -> None:
     """A preemption is not counted: the machine that kills its job would get one attempt after the other."""
     status = failed(node0=EXIT_CODES[FailureClass.NETWORK], node1=-9, node2=EXIT_CODES[FailureClass.PREEMPTED])
     found = diagnosis(lost(0), report(2, FailureClass.PREEMPTED, after=6), status=status)
@@ -88,7 +88,7 @@ def test_a_node_that_was_killed_without_a_word_is_the_culprit_among_those_who_lo
     assert culprit(report(0, FailureClass.PREEMPTED, after=5.5), status=status) == (FailureClass.NODE, 1, None)
 
 
-def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself() -> None:
+def test_evicted_node_is_the_culprit_whatever_it_reported() -> None:
     for expected in (FailureClass.PREEMPTED, FailureClass.NETWORK):
         status = replace(failed(node0=45, node1=42), evictions={1: "low on memory"})
         found = diagnosis(report(0, FailureClass.PREEMPTED, after=6), report(1, expected, after=0.5), status=status)
@@ -98,7 +98,7 @@ def test_a_node_that_was_evicted_is_the_culprit_whatever_it_still_said_itself() 
     assert culprit(status=both) == (FailureClass.NODE, 1, None), "it comes before those that ended with it"
 
 
-def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_node() -> None:
+def test_more_specific_cause_wins_before_the_first_node() -> None:
     for severe, mild in (
         (FailureClass.USER, FailureClass.OUT_OF_MEMORY),
         (FailureClass.DATA, FailureClass.NODE),
@@ -113,7 +113,8 @@ def test_of_two_causes_the_one_that_says_more_counts_and_of_two_alike_the_first_
     )
 
 
-def test_the_evidence_is_the_words_of_the_culprit_with_its_traceback_unless_the_error_is_our_own() -> None:
+def test_evidence_is_the_message_of_the_culprit() -> None:
+    """With its traceback, unless the error is one of ours."""
     lines = ["Traceback (most recent call last):", "litgpt_demo.errors.DiskFull: /d is full"]
     found = diagnosis(report(0, FailureClass.DISK_FULL, rank(0, "DiskFull: /d is full", traceback=lines)))
     assert found.evidence == "DiskFull: /d is full"
@@ -141,7 +142,7 @@ def test_a_gpu_that_stopped_says_at_which_step() -> None:
     assert diagnosis(report(1, FailureClass.NODE, rank(3, "uncorrectable ECC error", step=417))).step is None
 
 
-def test_without_reports_the_platforms_word_the_exit_code_and_the_last_lines_count() -> None:
+def test_without_reports_platform_exit_code_or_last_lines_count() -> None:
     status = JobStatus(state=JobState.FAILED, native="supervisor lost")
     found = diagnose(status, (), [LogLine(0, f"line {number}") for number in range(40)], logs="/1")
     assert (found.fault, found.node, found.action) == (FailureClass.NODE, None, Action.RESTART)
@@ -198,7 +199,7 @@ def judged(ends: Sequence[str], order: Sequence[int]) -> Diagnosis:
 
 
 @given(st.lists(st.sampled_from(ENDS), min_size=1, max_size=5), st.randoms(use_true_random=False))
-def test_neither_a_victim_nor_one_of_several_that_may_have_been_it_is_blamed(ends: list[str], chance: Random) -> None:
+def test_no_victim_or_one_of_several_suspects_is_blamed(ends: list[str], chance: Random) -> None:
     order = list(range(len(ends)))
     if (found := judged(ends, order)).machine:
         how = ends[int(found.machine[1:])]

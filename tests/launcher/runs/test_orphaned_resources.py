@@ -43,7 +43,7 @@ def runs(tmp_path: Path) -> Runs:
     return Runs(tmp_path)
 
 
-def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs) -> None:
+def test_orphaned_resources_of_every_attempt_are_removed(runs: Runs) -> None:
     jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
     found = runs.left()
     assert [entry.job_id for entry in found] == jobs
@@ -52,7 +52,7 @@ def test_what_every_attempt_of_a_dead_run_left_is_listed_and_removed(runs: Runs)
     assert runs.left() == []
 
 
-def test_nothing_of_a_run_that_lives_is_touched_though_it_came_to_life_after_it_was_shown(runs: Runs) -> None:
+def test_resources_of_a_run_that_restarted_stay(runs: Runs) -> None:
     """Not even what its attempts before have left: the next attempt sweeps that."""
     dead = runs.ended()
     [shown] = runs.left()

@@ -95,7 +95,8 @@ def test_a_space_in_which_nothing_new_is_left_ends_the_sweep() -> None:
 
 
 @pytest.mark.parametrize("prune", ["median", "asha"])
-def test_a_trial_that_falls_behind_is_hopeless_and_the_best_one_never_is(prune: str) -> None:
+def test_trial_that_falls_behind_is_hopeless(prune: str) -> None:
+    """The best one never is."""
     search = Search(SweepSettings.model_validate({"grid": {"train.seed": [*range(9)]}, "prune": prune}))
     pruned = []
     for rank in (0, 1, 2, 3, 4, 5, 8, 7, 6):

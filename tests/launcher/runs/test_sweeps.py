@@ -41,7 +41,7 @@ def swept(tiny: Callable[..., RunConfig]) -> Callable[..., SweepConfig]:
         {"train.max_time": "8h"}, {"platform.usd_per_hour": 2, "budget.max_usd": 1}, {"dataset_workers.count": 3},
     ],
 )  # fmt: skip
-def test_a_sweep_keeps_its_name_where_what_it_finds_stays_the_same(swept: Any, changes: dict[str, Any]) -> None:
+def test_sweep_keeps_its_name_when_its_result_is_the_same(swept: Any, changes: dict[str, Any]) -> None:
     assert sweep_name(swept(changes)) == sweep_name(swept())
 
 
@@ -54,13 +54,12 @@ def test_a_sweep_keeps_its_name_where_what_it_finds_stays_the_same(swept: Any, c
         {"data.validation_fraction": 0.1},
     ],
 )  # fmt: skip
-def test_a_sweep_has_another_name_where_it_would_find_something_else(swept: Any, changes: dict[str, Any]) -> None:
+def test_sweep_has_another_name_when_its_result_may_differ(swept: Any, changes: dict[str, Any]) -> None:
     assert sweep_name(swept(changes)) != sweep_name(swept())
 
 
-def test_a_trial_has_the_money_of_the_config_and_is_told_by_four_digits_and_the_run_that_its_settings_mean(
-    swept: Any, tiny: Callable[..., RunConfig]
-) -> None:
+def test_trial_has_the_budget_of_the_config(swept: Any, tiny: Callable[..., RunConfig]) -> None:
+    """Its title has four digits of each number, and its run follows from its settings."""
     rich = {"platform.usd_per_hour": 2, "budget.max_usd": 1}
     trial = trial_of(swept(rich), {"train.learning_rate": 0.0012345678, "model.config.n_layer": 2})
     assert (trial.config.budget.max_usd, trial.config.launch.sweep) == (1, sweep_name(swept()))
@@ -151,7 +150,7 @@ def test_a_sweep_has_one_name_for_every_spelling(swept: Any, written: Any, meant
 
 
 @pytest.mark.parametrize("what", [{"sweep.max_usd": 5}, {"sweep.objectives": ["validation_loss", "cost"]}])
-def test_a_cost_that_cannot_be_known_is_refused_with_the_setting_that_tells_it(swept: Any, what: Any) -> None:
+def test_unknown_cost_is_refused_with_the_setting_that_fixes_it(swept: Any, what: Any) -> None:
     with pytest.raises(ConfigProblem, match=r"the list price of local is not known here; give platform\.usd_per_hour"):
         swept(what)
     assert trials(swept({**what, "platform.usd_per_hour": 2}))

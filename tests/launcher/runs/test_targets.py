@@ -46,7 +46,7 @@ def test_a_name_that_no_run_has_is_answered_with_those_there_are(tiny: Tiny, roo
         assert run in str(refused.value)
 
 
-def test_a_config_finds_its_run_though_the_corpus_has_grown_or_gone(tiny: Tiny, tmp_path: Path, corpus: Path) -> None:
+def test_config_finds_its_run_when_the_corpus_has_changed(tiny: Tiny, tmp_path: Path, corpus: Path) -> None:
     """No byte of the corpus is read to find a live job."""
     text = tmp_path / "text.txt"
     text.write_text(corpus.read_text())
@@ -61,7 +61,7 @@ def test_a_config_finds_its_run_though_the_corpus_has_grown_or_gone(tiny: Tiny, 
     assert second in str(refused.value)
 
 
-def test_a_config_finds_no_run_that_trains_or_starts_something_else(tiny: Tiny, root: str) -> None:
+def test_config_finds_no_run_of_another_training(tiny: Tiny, root: str) -> None:
     run, script = started(tiny()), ScriptConfig(root=root, script="pi.py")
     assert find_started_with(tiny({"platform.port": 20999, "train.keep_last": 7})).runs == (run,)
     with pytest.raises(UnknownRun, match="nothing has been started with this config") as refused:
