@@ -113,7 +113,7 @@ ConfigFile = Annotated[
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings that override it: train.max_steps=100", show_default=False)
 ]
-Profile = Annotated[
+PlatformFile = Annotated[
     Path | None,
     typer.Option(
         "--platform", show_default=False, autocompletion=_configs,
@@ -174,24 +174,24 @@ def _problem_of_prefects_settings(error: ValueError) -> str:
 
 
 def read_config(
-    path: Path, assignments: list[str] | None, profile: Path | None = None, *, kind: type[AnyConfig] | None = None
+    path: Path, assignments: list[str] | None, platform_file: Path | None = None, *, kind: type[AnyConfig] | None = None
 ) -> AnyConfig:
     """Read a config of the kind that its sections name: `script`, `sweep`, `measure`, or a training. For an explicit
     `kind`, sections that such a config lacks are ignored."""
-    document = config_document(path, assignments or [], platform_file=profile)
+    document = config_document(path, assignments or [], platform_file=platform_file)
     if kind is None:
         kinds: dict[str, type[AnyConfig]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
         kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
     else:
         document = {name: value for name, value in document.items() if name in kind.model_fields}
-    return validated(kind, document, where=str(path) if profile is None else f"{path} with {profile}")
+    return validated(kind, document, where=str(path) if platform_file is None else f"{path} with {platform_file}")
 
 
 @app.command()
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     output: Annotated[bool, typer.Option("--output", help="Also show what the job prints.")] = False,
     allow_duplicate: Duplicate = False,
     replace: Replace = False,
@@ -201,7 +201,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run a config from this terminal: the whole pipeline, a script on several nodes, or a sweep."""
-    settings = read_config(config, _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace), profile)
+    changes = _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace)
+    settings = read_config(config, changes, platform_file)
     if detach and output:
         raise ConfigProblem("--output shows what the job prints, and --detach waits for no job; give one of them")
     if detach:
@@ -265,16 +266,16 @@ def _print_final(folder: Storage, final: FinalManifest) -> None:
 
 @app.command(name="benchmark-network")
 def benchmark_network(
-    config: ConfigFile, overrides: Overrides = None, profile: Profile = None, as_json: Json = False
+    config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None, as_json: Json = False
 ) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
-    _run(read_config(config, overrides, profile, kind=BenchmarkConfig))
+    _run(read_config(config, overrides, platform_file, kind=BenchmarkConfig))
 
 
 @app.command()
-def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = None) -> None:
+def prepare(config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None) -> None:
     """Prepare the dataset of a config, and stop there."""
-    settings = read_config(config, overrides, profile)
+    settings = read_config(config, overrides, platform_file)
     if isinstance(settings, ScriptConfig | BenchmarkConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
     sections = {name: getattr(settings, name) for name in ("root", "data", "dataset_workers")}
@@ -285,12 +286,13 @@ def prepare(config: ConfigFile, overrides: Overrides = None, profile: Profile = 
 def sweep(
     config: ConfigFile,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     allow_duplicate: Duplicate = False,
     replace: Replace = False,
 ) -> None:
     """Train every combination of a grid (the config's `sweep` section)."""
-    settings = read_config(config, _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace), profile)
+    changes = _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace)
+    settings = read_config(config, changes, platform_file)
     if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so nothing varies; add one, as "
@@ -303,7 +305,7 @@ def sweep(
 def collect(
     target: Words,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="The newest one, even of a live run.")] = False,
     root: Root = DEFAULT_ROOT,
@@ -311,7 +313,7 @@ def collect(
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
     finals = []
-    for storage in _folders(target, overrides, profile, root):
+    for storage in _folders(target, overrides, platform_file, root):
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries print greetings and warnings
             from litgpt_demo.export.models import export as collect_models
 
@@ -323,11 +325,11 @@ def collect(
     _print_json(finals)
 
 
-def _folders(target: str, overrides: list[str] | None, profile: Path | None, root: str) -> list[Storage]:
+def _folders(target: str, overrides: list[str] | None, platform_file: Path | None, root: str) -> list[Storage]:
     """Return the folders of runs, for verbs that only read files: a run's address works too, without an index."""
     if "/" in target and not target.endswith((".yaml", ".yml")):  # a copied run may be in no index
         return [open_storage(target)]
-    resolved = target_of(target, overrides, profile, root)
+    resolved = target_of(target, overrides, platform_file, root)
     return [resolved.storage(run) for run in resolved.runs]
 
 
@@ -380,7 +382,7 @@ def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, 
 def submit(
     deployment: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     allow_duplicate: Duplicate = False,
     replace: Replace = False,
     as_json: Json = False,
@@ -403,7 +405,7 @@ def submit(
         return
     changes = overrides_of(_with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace))
     with server_problems():
-        _submitted(*submit_deployment(deployment, changes, profile=read_platform_file(profile)))
+        _submitted(*submit_deployment(deployment, changes, platform_file=read_platform_file(platform_file)))
 
 
 def _submitted(flow_run: str, full: str, page: str | None) -> None:
@@ -422,7 +424,7 @@ def init(
 ) -> None:
     """Write a commented config of a training on a platform. An existing file is not changed."""
     configs = bootstrap.CONFIGS
-    platforms = sorted(path.stem for path in (configs / "profiles").glob("*.yaml"))
+    platforms = sorted(path.stem for path in (configs / "platforms").glob("*.yaml"))
     if platform not in platforms:
         raise ConfigProblem(f"unknown platform {platform!r}; choose one of {', '.join(platforms)}")
     file = file or Path(f"{platform}.yaml")
@@ -462,13 +464,13 @@ def _quiet_prefect() -> None:
 def render(
     config: ConfigFile,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show where every environment variable of the nodes comes from instead.")
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
-    submissions = previews(read_config(config, overrides, profile))
+    submissions = previews(read_config(config, overrides, platform_file))
     unknown = dict.fromkeys(what for submission in submissions.values() for what in submission.unknown)
     if unknown and not explain:
         show_text("# Not to be sent as it is: values that are unknown here have a placeholder.")
@@ -487,9 +489,11 @@ def render(
 
 
 @app.command()
-def plan(config: ConfigFile, overrides: Overrides = None, profile: Profile = None, as_json: Json = False) -> None:
+def plan(
+    config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None, as_json: Json = False
+) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
-    planned = _print_json(plan_of(read_config(config, overrides, profile)))
+    planned = _print_json(plan_of(read_config(config, overrides, platform_file)))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
         if rows:
@@ -555,14 +559,14 @@ def doctor(
         Path | None, typer.Argument(help="Also check what this config needs.", show_default=False)
     ] = None,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
     as_json: Json = False,
 ) -> None:
     """Check this machine and the needs of a config, and print how to fix each problem."""
-    if config is None and profile is not None:
+    if config is None and platform_file is not None:
         raise ConfigProblem("--platform needs a config; give the config to run there")
-    settings = None if config is None else read_config(config, overrides, profile)
+    settings = None if config is None else read_config(config, overrides, platform_file)
     served = serving.served().get("PREFECT_API_URL")
     findings = list(examine_environment(root if settings is None else settings.root, served=served))
     if settings is not None:
@@ -608,11 +612,11 @@ def runs(
 
 @app.command()
 def status(
-    target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT,
+    target: Words, overrides: Overrides = None, platform_file: PlatformFile = None, root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
-    resolved, bad = target_of(target, overrides, profile, root), DamagedRecords()
+    resolved, bad = target_of(target, overrides, platform_file, root), DamagedRecords()
     is_sweep = len(resolved.runs) > 1
     summary = run_rows(resolved.index, resolved.runs, bad=bad, open=resolved.open) if is_sweep or as_json else []
     attempts = [] if is_sweep else resolved.attempts[0].all()
@@ -652,7 +656,7 @@ def moment(text: str) -> float:
 def logs(
     target: Words,
     overrides: Overrides = None,
-    profile: Profile = None,
+    platform_file: PlatformFile = None,
     attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
@@ -664,7 +668,7 @@ def logs(
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
-    resolved = target_of(target, overrides, profile, root)
+    resolved = target_of(target, overrides, platform_file, root)
     newest: dict[Attempts, AttemptRecord] = {}
     for attempts in resolved.attempts:
         records = [record for record in attempts.records() if attempt in (None, record.attempt)]
@@ -702,11 +706,11 @@ def logs(
 
 @app.command()
 def cancel(
-    target: Words, overrides: Overrides = None, profile: Profile = None, root: Root = DEFAULT_ROOT,
+    target: Words, overrides: Overrides = None, platform_file: PlatformFile = None, root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
-    resolved = target_of(target, overrides, profile, root)
+    resolved = target_of(target, overrides, platform_file, root)
     resolved.index.request_cancel(resolved.name)
     cancelled, problems = cancel_all(resolved.attempts, log=_print_notes)
     unreadable = f"a record that may belong to a trial of {resolved.name} cannot be read"
@@ -777,14 +781,16 @@ def reap(
         raise typer.Exit(EXIT_CODES[FailureClass.UNREACHABLE])
 
 
-def target_of(name: str, overrides: list[str] | None, profile: Path | None, root: str) -> Target:
+def target_of(name: str, overrides: list[str] | None, platform_file: Path | None, root: str) -> Target:
     """Return the runs that a config, a name or @last means, for verbs that query or change jobs."""
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
-        return find_started_with(read_config(Path(name), overrides, profile))
+        return find_started_with(read_config(Path(name), overrides, platform_file))
     if overrides:
         raise ConfigProblem(f"{overrides[0]!r} is an override, which belongs to a config; {name!r} is a run's name")
-    if profile is not None:
-        raise ConfigProblem(f"--platform={profile} belongs to a config; {name!r} is a run's name, found under --root")
+    if platform_file is not None:
+        raise ConfigProblem(
+            f"--platform={platform_file} belongs to a config; {name!r} is a run's name, found under --root"
+        )
     return resolve_target(name, root=root)
 
 

@@ -282,8 +282,8 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
     deployment's description. A section of a flow run replaces the stored section."""
     from flows.parameters import KINDS, parameters_with
 
-    profile = None if platform is None else CONFIGS / platform
-    parameters = parameters_with(flow, config_document(CONFIGS / config, platform_file=profile), {})
+    platform_file = None if platform is None else CONFIGS / platform
+    parameters = parameters_with(flow, config_document(CONFIGS / config, platform_file=platform_file), {})
     changes: dict[str, Any] = {"name": "first-try"}
     if "train" in parameters:
         changes |= {"data.corpus": {"kind": "stdlib"}, "data.validation_fraction": 0.01}

@@ -244,10 +244,10 @@ def _advice(section: str, values: Mapping[str, Any]) -> str:
 
 
 def submit_deployment(
-    name: str, overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
+    name: str, overrides: Mapping[str, Any], *, platform_file: Mapping[str, Any] | None = None
 ) -> tuple[str, str, str | None]:
-    """Create a flow run of a deployment. A `profile`'s sections replace the deployment's own. Returns the flow run's
-    id, because its name changes, the deployment's full name, and the flow run's page."""
+    """Create a flow run of a deployment. A `platform_file`'s sections replace the deployment's own. Returns the flow
+    run's id, because its name changes, the deployment's full name, and the flow run's page."""
     deployments = list_deployments(name.rpartition("/")[2])
     matches = [full for full, deployment in deployments.items() if name in (full, deployment.name)]
     if not matches:
@@ -255,7 +255,7 @@ def submit_deployment(
     if len(matches) > 1:
         raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(matches))}")
     full, deployment = matches[0], deployments[matches[0]]
-    parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, profile=profile)
+    parameters = parameters_with(full.split("/")[0], deployment.parameters, overrides, platform_file=platform_file)
     return _created(full, deployment, parameters)
 
 
@@ -300,16 +300,20 @@ def list_deployments(name: str | None = None) -> dict[str, DeploymentResponse]:
 
 
 def parameters_with(
-    flow: str, parameters: Mapping[str, Any], overrides: Mapping[str, Any], *, profile: Mapping[str, Any] | None = None
+    flow: str,
+    parameters: Mapping[str, Any],
+    overrides: Mapping[str, Any],
+    *,
+    platform_file: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return a deployment's complete parameters, in JSON's types, with a profile's sections and dotted overrides.
+    """Return a deployment's complete parameters, in JSON's types, with a platform file's sections and dotted overrides.
     Prefect merges only top-level names, and `train: {max_steps: …}` would replace the whole section."""
     kind = KINDS.get(flow)
     if kind is None:
         raise ConfigProblem(f"{flow} has no config to change; the flows with a config are {', '.join(KINDS)}")
     stored = {name: value for name, value in parameters.items() if name != "overrides"}
     stored = overridden(stored, parameters.get("overrides") or {})
-    document = overridden({**stored, **(profile or {})}, overrides)
+    document = overridden({**stored, **(platform_file or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.folder).is_absolute():
         raise ConfigProblem(

@@ -23,7 +23,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigProblem(f"{path} has more than {_LARGEST:,} bytes, so it is not a config; give a config file")
         document = load_yaml(content.decode())
     except FileNotFoundError as error:
-        folders = "deployments/configs, platform files in deployments/configs/profiles"
+        folders = "deployments/configs, platform files in deployments/configs/platforms"
         raise ConfigProblem(f"{path} does not exist; shipped configs are in {folders}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error

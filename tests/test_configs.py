@@ -98,13 +98,13 @@ def test_training_is_the_same_run_on_every_platform_file(kind: str, cli: Any) ->
     from cli.main import read_config
     from launcher.checks.plan import previews
 
-    profile = CHECKOUT / "deployments" / "configs" / "profiles" / f"{kind}.yaml"
+    platform_file = CHECKOUT / "deployments" / "configs" / "platforms" / f"{kind}.yaml"
     jobs = []
-    for sent_by in (None, profile):
+    for sent_by in (None, platform_file):
         jobs += previews(read_config(CHECKOUT / "deployments/configs/local.yaml", [], sent_by)).values()
     assert jobs[1].platform == kind
     local, elsewhere = (re.search(r"stdlib-gpt-[0-9a-f]{10}", job.job_id) for job in jobs)
     assert local[0] == elsewhere[0]
-    done = cli("plan", "deployments/configs/local.yaml", "--platform", str(profile))
+    done = cli("plan", "deployments/configs/local.yaml", "--platform", str(platform_file))
     assert done.code == 0, done
     assert ("nothing blocks it" in done.out) == (kind == "local")

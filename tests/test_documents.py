@@ -66,10 +66,10 @@ def test_documented_command_is_valid_with_an_existing_config(monkeypatch: pytest
     for command in commands("train-litgpt"):
         verb, *arguments = command[1:]
         options = verbs[verb].make_context(verb, list(arguments)).params
-        configs = [word for word in arguments if word.endswith(".yaml") and "/profiles/" not in word]
+        configs = [word for word in arguments if word.endswith(".yaml") and "/platforms/" not in word]
         overrides = [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)]
         for config in configs:
-            read_config((tmp_path if config in shown else Path()) / config, overrides, options.get("profile"))
+            read_config((tmp_path if config in shown else Path()) / config, overrides, options.get("platform_file"))
 
 
 def test_each_link_to_a_file_leads_somewhere() -> None:

@@ -518,8 +518,8 @@ def test_changed_setting_keeps_all_other_deployed_settings() -> None:
     made = parameters_with("train-litgpt", deployed, {"train.learning_rate": 3e-4})
     wanted = validated(RunConfig, overridden(document, {"train.learning_rate": 3e-4, "train.seed": 7}), where="test")
     assert made == {**wanted.model_dump(mode="json"), "overrides": {}}
-    profile = {"root": "there", "platform": {"kind": "local", "grace_period": 7}}
-    moved = parameters_with("train-litgpt", deployed, {"platform.processes_per_node": 2}, profile=profile)
+    platform_file = {"root": "there", "platform": {"kind": "local", "grace_period": 7}}
+    moved = parameters_with("train-litgpt", deployed, {"platform.processes_per_node": 2}, platform_file=platform_file)
     assert (moved["root"], moved["platform"]["grace_period"], moved["platform"]["processes_per_node"]) == (
         "there",
         7,

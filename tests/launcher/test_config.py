@@ -148,12 +148,12 @@ def test_repeated_key_is_named_with_both_lines() -> None:
 
 def test_platform_file_replaces_sections_of_the_config(tmp_path: Path) -> None:
     """Overrides win over both."""
-    config, profile = tmp_path / "mine.yaml", tmp_path / "profile.yaml"
+    config, platform_file = tmp_path / "mine.yaml", tmp_path / "platform.yaml"
     config.write_text(
         "name: mine\nroot: here\ntrain: {max_steps: 9}\nplatform: {kind: local, nodes: 4, grace_period: 5}\n"
     )
-    profile.write_text("platform: {kind: local, processes_per_node: 2}\n")
-    assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=profile) == {
+    platform_file.write_text("platform: {kind: local, processes_per_node: 2}\n")
+    assert config_document(config, ["platform.nodes=3", "train.seed=1"], platform_file=platform_file) == {
         "name": "mine",
         "root": "here",
         "train": {"max_steps": 9, "seed": 1},
@@ -164,9 +164,9 @@ def test_platform_file_replaces_sections_of_the_config(tmp_path: Path) -> None:
         },  # nothing of the config's grace and nodes is left
     }
     for more_or_less in ("platform: {kind: local}\nmodel: {}\n", "root: there\n"):
-        profile.write_text(more_or_less)
-        with pytest.raises(ConfigProblem, match=r"profile\.yaml"):
-            config_document(config, platform_file=profile)
+        platform_file.write_text(more_or_less)
+        with pytest.raises(ConfigProblem, match=r"platform\.yaml"):
+            config_document(config, platform_file=platform_file)
 
 
 def test_all_problems_are_reported_by_the_users_names() -> None:

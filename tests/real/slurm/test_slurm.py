@@ -80,8 +80,8 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def test_pi_by_the_profile_is_printed_by_two_nodes(slurm: Cluster, tmp_path: Path) -> None:
-    profile = "deployments/configs/profiles/slurm.yaml"
-    arguments = ["run", "deployments/configs/pi.yaml", "--platform", profile, "--output", f"root={tmp_path}"]
+    platform_file = "deployments/configs/platforms/slurm.yaml"
+    arguments = ["run", "deployments/configs/pi.yaml", "--platform", platform_file, "--output", f"root={tmp_path}"]
     arguments += [f"platform.venv={Path(PYTHON[0]).parents[1]}"]
     environment = {**os.environ, "PREFECT_HOME": str(tmp_path / "prefect")}
     program = Path(sys.executable).with_name("train-litgpt")

@@ -78,7 +78,7 @@ def printed(user: str, folder: Path, verb: str, *arguments: str) -> tuple[int, s
 
 
 def config(folder: Path, script: str, *changes: str) -> list[str]:
-    arguments = ["deployments/configs/pi.yaml", "--platform", "deployments/configs/profiles/slurm.yaml"]
+    arguments = ["deployments/configs/pi.yaml", "--platform", "deployments/configs/platforms/slurm.yaml"]
     arguments += [f"root={folder}/root", f"script={folder}/{script}.py", f'args=["{folder}/begun"]', "platform.nodes=2"]
     return [
         *arguments,
