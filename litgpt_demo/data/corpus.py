@@ -185,13 +185,13 @@ class _Selected(NamedTuple):
 
     def source(self) -> Source:
         stored, local_path = self.stored, None
+        if stored is None:
+            folder, _, name = self.address.rpartition("/")
+            stored = open_storage(folder or "/").stat(name)
         if not is_remote(self.address):
             local_path = Path(self.address)
             with local_path.open("rb") as content:
                 refuse_lfs_pointer(content.read(MOST_POINTER), _escaped(self.address))
-        if stored is None:
-            folder, _, name = self.address.rpartition("/")
-            stored = open_storage(folder or "/").stat(name)
         return Source(
             address=_escaped(self.address),
             name=_escaped(self.name),

@@ -142,7 +142,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     token = end_of_text or config.get("eos_token")
     if isinstance(token, dict):
         token = token.get("content")
-    if not isinstance(token, str):
+    if not isinstance(token, str) or not token:
         token = END_OF_TEXT if END_OF_TEXT in ids else ""
     if token not in ids:
         problem = f"has no token {token!r}" if token else "names no end-of-text token"

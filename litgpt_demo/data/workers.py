@@ -180,10 +180,11 @@ def load_or_train_tokenizer(
     bad = list[BadDocument]()
     texts = documents(data, planned.sources, context.make_scratch(), bad)
     try:
-        return store_tokenizer(context, train_tokenizer(data.tokenizer, texts, report))
+        trained = train_tokenizer(data.tokenizer, texts, report)
     except DataError as error:
         skipped = skipped_ones(len(bad), [f"{document.place}: {document.reason}" for document in bad])
         raise DataError(f"{error}{skipped}") from error
+    return store_tokenizer(context, trained)
 
 
 def store_tokenizer(context: PrepContext, tokenizer: TokenizerFiles) -> StoredTokenizer:
@@ -243,14 +244,15 @@ def survey(context: PrepContext, shard: Shard, *, by_footer: bool = True) -> Sha
                 read_documents=count, read_bytes=size, dropped={},
             )  # fmt: skip
     masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
-    bad, read_bytes, kept_bytes = list[BadDocument](), 0, 0
+    bad, bad_places, read_bytes, kept_bytes = 0, list[str](), 0, 0
     for batch in read_shard(data, shard, scratch):
         kept, reasons = passing(batch.texts, data.filters)
         lengths = byte_lengths(batch.texts)
         masks.append(kept)
         read_bytes += int(lengths.sum())
         kept_bytes += int(lengths[kept].sum())
-        bad += batch.bad
+        bad += len(batch.bad)
+        bad_places += [f"{document.place}: {document.reason}" for document in batch.bad[: PLACES - len(bad_places)]]
         dropped += reasons - Counter(empty=len(batch.bad))  # bad documents are in the batch as empty ones
         if data.filters.drop_duplicates:
             texts = batch.texts.filter(kept).cast("large_binary").to_pylist()
@@ -271,8 +273,8 @@ def survey(context: PrepContext, shard: Shard, *, by_footer: bool = True) -> Sha
         read_documents=len(mask),
         read_bytes=read_bytes,
         dropped=dict(dropped),
-        bad=len(bad),
-        bad_places=tuple(f"{document.place}: {document.reason}" for document in bad[:PLACES]),
+        bad=bad,
+        bad_places=tuple(bad_places),
     )
     _write_record(context, name, stats)
     _free_copies(context, shard)

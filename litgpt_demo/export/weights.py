@@ -67,7 +67,8 @@ def write_litgpt(weights: Weights, path: Path) -> None:
 def write_safetensors(weights: Weights, rename: Rename, folder: Path) -> None:
     """Write the weights under other names, in files of at most SHARD_BYTES, with an index if there are several."""
     blocks = [(names, rename({name: weights.forms[name] for name in names})) for names in weights.blocks]
-    forms = {name: form for _, renamed in blocks for name, form in renamed.items()}
+    # The parts of a split tensor are views, of which each would count as the whole tensor.
+    forms = {name: torch.empty_like(form, device="meta") for _, renamed in blocks for name, form in renamed.items()}
     split = split_torch_state_dict_into_shards(forms, max_shard_size=SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
         tensors: Tensors = {}

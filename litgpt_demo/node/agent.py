@@ -141,8 +141,9 @@ def _watch(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> Ra
         with contextlib.suppress(subprocess.TimeoutExpired):
             torchrun.wait(1.0)
             return None
+        now = time.monotonic()  # before the heartbeats are read, which can take long: that is no pause of this process
         beats = read_beats(node.own)
-        silent = watcher.overdue(beats, paused=paused, now=time.monotonic())
+        silent = watcher.overdue(beats, paused=paused, now=now)
         if silent:
             failure: RankFailure | None = _hang(silent, beats)
         else:

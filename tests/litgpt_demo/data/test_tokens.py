@@ -128,7 +128,8 @@ def test_tokenizer_of_a_file_or_checkpoint_is_used_as_it_is(tokenizer: Tokenizer
     assert load_tokenizer(TokenizerFile(kind="file", path=f"{folder}/tokenizer.json")).hash == tokenizer.hash
     assert from_checkpoint.hash == tokenizer.hash
     assert set(from_checkpoint.files) == {"tokenizer.json", "tokenizer_config.json"}
-    for named, end_of_text in (({"content": END_OF_TEXT, "special": True}, None), ("missing", END_OF_TEXT)):
+    special = {"content": END_OF_TEXT, "special": True}
+    for named, end_of_text in ((special, None), ("missing", END_OF_TEXT), ("", None)):
         config = json.dumps({"eos_token": named, "model_max_length": 512}).encode()
         write(tmp_path, {"bpe.json": tokenizer.files["tokenizer.json"], "tokenizer_config.json": config})
         found = load_tokenizer(TokenizerFile(kind="file", path=f"{tmp_path}/bpe.json", end_of_text=end_of_text))

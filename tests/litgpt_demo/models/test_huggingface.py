@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from corpora import large_vocabulary
 from litgpt.config import Config
 from litgpt.model import GPT
+from safetensors.torch import load_file
 
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
@@ -196,6 +197,9 @@ def test_exported_weights_keep_their_bits_in_limited_files(
     folder = exported(weights, found, tmp_path / "huggingface")
     assert len(list(folder.glob("*.safetensors"))) > 1
     assert max(path.stat().st_size for path in folder.glob("*.safetensors")) < 150_000
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    sizes = (tensor.nbytes for path in folder.glob("*.safetensors") for tensor in load_file(path).values())
+    assert index["metadata"]["total_size"] == sum(sizes)
     loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
