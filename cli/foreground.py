@@ -262,9 +262,9 @@ class Watch:
         return f"{min(count, [*self._steps, step].index(step) + 1)}/{count}"
 
     def _print(self, markup: str) -> None:
-        trial = TRIAL.get()
-        prefix = f"[cyan]{escape(trial)}[/] " if trial else ""
-        self._console.print(f"{prefix}{markup}", soft_wrap=True)
+        if TRIAL.get():
+            markup = f"[cyan]{escape(TRIAL.get())}[/] {markup}"
+        self._console.print(markup, soft_wrap=True)
 
     def _clear(self, *steps: Step | None) -> None:
         for step in steps:
@@ -305,12 +305,12 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
         if tracker.flow_runs:
             status = "no job is running; run again: finished steps are reused, started ones continue"
         return [status, f"  run again  {again}"]
-    lines = [
-        f"the job continues as {job.run} on {job.platform.kind}"
-        if job.phase == "started"
-        else f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
-        for job in jobs
-    ]
+    lines = []
+    for job in jobs:
+        line = f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
+        if job.phase == "started":
+            line = f"the job continues as {job.run} on {job.platform.kind}"
+        lines.append(line)
     lines += [f"reattach   {again}", *(f"cancel     {command}" for command in cancel_commands(jobs))]
     return [lines[0], *(f"  {line}" for line in lines[1:])]
 
@@ -336,7 +336,7 @@ class _ShutdownHandler:
             is_cancelled = self._cancel(jobs)
         else:
             first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
-            word = "terminated" if terminated else "interrupted"
+            word = {True: "terminated", False: "interrupted"}[terminated]
             self._say(f"\n[yellow]{word}:[/] {escape(first)}", *map(escape, more))
             if terminated and Step.IMAGE in self._tracker.steps:
                 wait([self._result], timeout=_SUBMISSION)  # it cancels a remote build

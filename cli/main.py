@@ -45,9 +45,10 @@ from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
 from launcher.runs import waiting
-from launcher.runs.attempts import Attempts, cancel_all
+from launcher.runs.attempts import Attempt, Attempts, cancel_all
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
 from launcher.runs.listing import (
+    RunRow,
     Target,
     find_started_with,
     orphaned_resources,
@@ -95,8 +96,9 @@ def _configs() -> list[str]:
 def _targets(context: typer.Context) -> list[str]:
     """Return the runs and configs that a shell completes; runs in a bucket would take too long."""
     root = context.params.get("root") or DEFAULT_ROOT
-    runs = [] if is_remote(root) else Index.of(root).runs()
-    return [*runs, *_configs()]
+    if is_remote(root):
+        return _configs()
+    return [*Index.of(root).runs(), *_configs()]
 
 
 def _select_console(is_json: bool) -> bool:
@@ -184,7 +186,7 @@ def read_config(
         kind = next((kind for section, kind in kinds.items() if section in document), RunConfig)
     else:
         document = {name: value for name, value in document.items() if name in kind.model_fields}
-    return validated(kind, document, where=str(path) if platform_file is None else f"{path} with {platform_file}")
+    return validated(kind, document, where=" with ".join(map(str, filter(None, (path, platform_file)))))
 
 
 @app.command()
@@ -566,9 +568,11 @@ def doctor(
     """Check this machine and the needs of a config, and print how to fix each problem."""
     if config is None and platform_file is not None:
         raise ConfigProblem("--platform needs a config; give the config to run there")
-    settings = None if config is None else read_config(config, overrides, platform_file)
-    served = serving.served().get("PREFECT_API_URL")
-    findings = list(examine_environment(root if settings is None else settings.root, served=served))
+    settings = None
+    if config is not None:
+        settings = read_config(config, overrides, platform_file)
+        root = settings.root
+    findings = list(examine_environment(root, served=serving.served().get("PREFECT_API_URL")))
     if settings is not None:
         findings += [finding for finding in findings_of(settings) if finding not in findings]
     _print_json({"findings": findings})
@@ -618,8 +622,11 @@ def status(
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
     resolved, bad = target_of(target, overrides, platform_file, root), DamagedRecords()
     is_sweep = len(resolved.runs) > 1
-    summary = run_rows(resolved.index, resolved.runs, bad=bad, open=resolved.open) if is_sweep or as_json else []
-    attempts = [] if is_sweep else resolved.attempts[0].all()
+    summary, attempts = list[RunRow](), list[Attempt]()
+    if is_sweep or as_json:
+        summary = run_rows(resolved.index, resolved.runs, bad=bad, open=resolved.open)
+    if not is_sweep:
+        attempts = resolved.attempts[0].all()
     details = [
         {"attempt": attempt.number, "job_id": attempt.record.job_id, **vars(attempt.status)} for attempt in attempts
     ]
@@ -810,7 +817,9 @@ def _error(what: str, word: str = "error") -> None:
 
 
 def _print_findings(found: Iterable[Finding]) -> None:
-    findings = [] if console is stderr else list(found)
+    if console is stderr:  # the JSON document has them
+        return
+    findings = list(found)
     width = min(48, max((len(finding.what) for finding in findings), default=0))  # the codes are a column
     signs = {"error": "[bold red]✗[/]", "unknown": "[cyan]?[/]", "warning": "[yellow]![/]", "info": "[green]✓[/]"}
     for finding in findings:

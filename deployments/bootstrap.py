@@ -290,8 +290,8 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
         changes |= {"train.max_steps": 20, "train.max_tokens": None, "train.warmup_steps": 2}
     nodes = validated(KINDS[flow], parameters, where=config).platform
     cost, machine = "No list price is known of its machines.", nodes.machine_type
-    price = None if machine is None else machine.price
-    if machine is not None and price is not None:
+    if machine is not None and machine.price is not None:
+        price = machine.price
         hour = f"{nodes.nodes} x {machine.name} cost ${nodes.nodes * price.usd:,.2f}"
         cost = f"An hour of {hour} at list price on demand (in {price.region}, {price.date})."
     return parameters | {

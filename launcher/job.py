@@ -40,6 +40,11 @@ PREVIEW = "000000"
 """The nonce (a random number used once) of a job that is only shown. Each attempt gets its own when it is claimed."""
 
 
+def drop_empty(**fields: Any) -> dict[str, Any]:
+    """Return the fields that have a value. The platform has a default for the others."""
+    return {name: value for name, value in fields.items() if value}
+
+
 def new_nonce() -> str:
     """Return a random nonce, as long as PREVIEW. With it, no job of another root or index has the same name."""
     return secrets.token_hex(len(PREVIEW) // 2)

@@ -90,7 +90,7 @@ async def train(
             max_restarts=settings.max_restarts,
             restarts=settings.restart_policy,
             on_row=on_row,
-            step=committed[0].step if committed else 0,
+            step=max((manifest.step for manifest in committed), default=0),
             watch=watch,
         )
     emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
@@ -147,7 +147,7 @@ async def run_job(
             on_row=on_row,
             diagnoses=diagnoses,
             newest_step=max((diagnosis.after for diagnosis in diagnoses), default=step),
-            last_ended=diagnoses[-1].attempt if diagnoses else 0,
+            last_ended=max((diagnosis.attempt for diagnosis in diagnoses), default=0),
             ended_before=ended_before,
         )
         succeeded = None
@@ -321,7 +321,7 @@ def _nodes_to_exclude(claim: Claim) -> tuple[str, ...]:
     if not machines:
         return ()
     most, fix = claim.platform.max_excluded_nodes(claim.make_job(diagnoses[-1].attempt + 1))
-    excluded = machines if most is None else machines[:most]
+    excluded = machines[:most]
     reported = claim.nodes_to_exclude(diagnoses[:-1])
     for machine in machines:
         numbers = ", ".join(str(diagnosis.attempt) for diagnosis in diagnoses if diagnosis.machine == machine)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launcher.config import RunConfig
 from launcher.formatting import bytes_text, count_text, duration_text
@@ -371,8 +373,7 @@ def gpu_names(folder: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
 
 def host_memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
     """Return the bytes that all processes of this machine, or of this container, can use together."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit_text = limit.read_text().strip() if limit.exists() else "max"
-    if limit_text.isdigit():
-        return min(physical, int(limit_text))
+    physical = psutil.virtual_memory().total
+    with suppress(OSError, ValueError):  # there is no such file, or it has "max"
+        return min(physical, int(limit.read_text()))
     return physical

@@ -21,7 +21,7 @@ from launcher.config import DaskWorkers, RunConfig, ScriptConfig, SweepConfig
 from launcher.curves import summary
 from launcher.errors import UNVERIFIABLE, LauncherError, PlatformUnreachable, RunIsLive, finding_of, raise_on_errors
 from launcher.events import TRAINING_STEPS, Step
-from launcher.formatting import bytes_text, count_text, loss_text
+from launcher.formatting import bytes_text, count_text, loss_text, shown
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
 from launcher.platforms.base import Platform
@@ -201,8 +201,7 @@ class Inspection:
     def saved_step(self) -> int:
         if self.unreachable:
             return 0
-        complete = checkpoints.list_complete(self.run.storage)
-        return complete[0].step if complete else 0
+        return max((manifest.step for manifest in checkpoints.list_complete(self.run.storage)), default=0)
 
     @property
     def remaining_steps(self) -> int | None:
@@ -396,8 +395,9 @@ def plan_to_start(config: RunConfig) -> Run:
 
 def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> list[dict[str, str]]:
     def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
-        figures = {"FLOPs": f"{flops:.3g}" if flops else "", "memory per process": bytes_text(memory) if memory else ""}
-        return {"trial": title, "would": would, **figures, "run": run}
+        numbers = {"FLOPs": shown("{:.3g}".format, flops or None, "")}
+        numbers["memory per process"] = shown(bytes_text, memory or None, "")
+        return {"trial": title, "would": would, **numbers, "run": run}
 
     rows = []
     for title, inspection in inspections.items():

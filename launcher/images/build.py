@@ -75,7 +75,9 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
             reference = ImageReference.parse(base)
         except ValueError as error:
             raise ImageProblem(f"image.base: {error}") from error
-        args["BASE"] = base if reference.digest else resolve(reference)
+        args["BASE"] = base
+        if not reference.digest:
+            args["BASE"] = resolve(base)
 
     def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
         """`keyed` are further inputs of the key; a user's base is in `args`."""
@@ -92,9 +94,10 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         what = f"image.context={image.context!r} is no checkout of train-litgpt, which its own Dockerfile copies from"
         raise ImageProblem(f"{what}; set image.context to one, or image.dockerfile to a Dockerfile of yours")
     # installed.py compares these with the image, because another base has a C library of its own.
-    least = {"least-glibc": stack.least_glibc} if stack.least_glibc and not contents.glibc else {}
     labels = {name.removeprefix(LABELS): value for name, value in contents.labels.items()}
-    args["LABELS"] = " ".join(f"{name}={value}" for name, value in {**labels, **least}.items())
+    if stack.least_glibc and not contents.glibc:
+        labels["least-glibc"] = stack.least_glibc
+    args["LABELS"] = " ".join(f"{name}={value}" for name, value in labels.items())
     # A change of another stack's packages must not change this image's key.
     only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
     context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=image.pip_config)

@@ -97,10 +97,12 @@ MOST_BYTES = 8 << 20
 # timeouts.REGISTRY where nothing is given; each answer may take 5 seconds longer.
 
 
-def resolve(image: str | ImageReference) -> str:
+def resolve(image: str) -> str:
     """`image` as repository@sha256:…, by what its registry says now; without a tag it means `latest`."""
-    wanted = ImageReference.parse(image) if isinstance(image, str) else image
-    digest = find_digest(wanted if wanted.tag or wanted.digest else replace(wanted, tag="latest"))
+    wanted = tagged = ImageReference.parse(image)
+    if not (wanted.tag or wanted.digest):
+        tagged = replace(wanted, tag="latest")
+    digest = find_digest(tagged)
     if digest is None:
         raise ImageProblem(f"{wanted}: {wanted.host} has no such image; check its name")
     return f"{wanted.repository}@{digest}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from launcher.errors import ConfigProblem
-from launcher.job import Object
+from launcher.job import Object, drop_empty
 from launcher.machines import Machine
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import Finding
@@ -221,7 +221,7 @@ def volume(name: str, path: str | None = None) -> Object:
 
 
 def mount(name: str, path: str, *, read_only: bool = False) -> Object:
-    return {"name": name, "mountPath": path, **({"readOnly": True} if read_only else {})}
+    return {"name": name, "mountPath": path, **drop_empty(readOnly=read_only)}
 
 
 def daemon(
@@ -238,7 +238,7 @@ def daemon(
         "command": command,
         "env": [{"name": variable, "value": value} for variable, value in environment.items()],
         "securityContext": {"privileged": True} if privileged else {"capabilities": {"add": rights}},
-        **({"startupProbe": probe} if probe else {}),
+        **drop_empty(startupProbe=probe),
         "volumeMounts": [
             mount("libraries", LIBRARIES), *mounts, mount("sys", "/hostsysfs"), mount("proc-sys", "/hostprocsysfs"),
         ],

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from launcher.job import drop_empty
 from launcher.networks import profile as net
 from litgpt_demo.config import Settings
 from litgpt_demo.errors import Finding
@@ -49,6 +50,10 @@ class Options(Interfaces):
     rdma/rdma."""
 
 
+def _parts(listed: str | None) -> list[str]:
+    return [part for part in (listed or "").split(",") if part]
+
+
 def network(context: net.NetworkContext, options: Options) -> net.Network:
     """The cards are mlx5_*; which GID index is RoCE v2 over IPv4 the node finds out, as it differs between pods
     (https://github.com/k8snetworkplumbingwg/multus-cni/issues/1100).
@@ -57,16 +62,18 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
     readable there without a privileged pod (INFERRED; Oracle's own pods are privileged):
     https://github.com/oracle-quickstart/oci-hpc-oke/blob/195792b7/docs/running-pytorch-jobs-on-oke-using-hostnetwork-with-rdma.md
     """
-    named_interfaces = tuple(options.roce_interface.split(",")) if options.roce_interface else ()
+    named_interfaces = tuple(_parts(options.roce_interface))
     if context.carrier is net.Carrier.MACHINES:
         node = NodeNetwork(name="roce", nccl_net="IB", interfaces=named_interfaces, hca="mlx5", shm_bytes=net.GIB)
         return net.Network(node=node, environment=(*ENVIRONMENT, *net.reported(source=_EPFL)), shm_bytes=net.GIB)
     attached, requested = options.roce_network or "", options.roce_resource or ""
     if context.carrier is net.Carrier.MULTUS:
         attached, requested = attached or ATTACHMENT, requested or RESOURCE
-    attachments = attached.split(",") if attached and not context.host_network else []
+    attachments: list[str] = []
+    if not context.host_network:
+        attachments = _parts(attached)
     resources = {}
-    for request in requested.split(",") if requested else []:
+    for request in _parts(requested):
         name, _, count = request.partition("=")
         resources[name] = int(count or 1)
     # Those that the user or the attachments name, else as Multus counts them from net1
@@ -97,7 +104,7 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
             # Of one site's cards; what others' reach is not known.
             floor_gbytes=FLOOR if context.carrier is net.Carrier.MULTUS else {},
         ),
-        annotations={net.MULTUS: ",".join(attachments)} if attachments else {},
+        annotations=drop_empty(**{net.MULTUS: ",".join(attachments)}),
         resources=resources,
         # RDMA pins memory (https://github.com/Mellanox/k8s-rdma-shared-dev-plugin/blob/2a8045c9/example/test-hca-pod.yaml).
         capabilities=("IPC_LOCK", net.OTHERS_FILES),

@@ -36,11 +36,6 @@ def only_recorded(claim: str, *, variable: str, value: str) -> ConfigProblem:
     return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 
 
-def drop_empty(**fields: Any) -> dict[str, Any]:
-    """Return the fields that have a value. The platform has a default for the others."""
-    return {name: value for name, value in fields.items() if value}
-
-
 def without_default(schema: dict[str, Any]) -> None:
     """Remove a default that depends on another field, because a form must not send it."""
     schema.pop("default", None)
@@ -132,8 +127,10 @@ class PlatformSettings(Settings):
     def for_measuring(self, *, sockets: bool) -> Self:
         """Return the settings for a job that measures the network itself, or plain sockets: with the same daemons and
         cards."""
+        if not sockets:
+            return self._changed(network_test=0)
         env = {**getattr(self, "env", {}), "NCCL_NET": "Socket"}
-        return self._changed(network_test=0, **({"env": env, "allow_tcp_fallback": True} if sockets else {}))
+        return self._changed(network_test=0, env=env, allow_tcp_fallback=True)
 
     def for_one_process(self) -> Self:
         return self._changed(nodes=1, processes_per_node=1, network_test=0)

@@ -97,7 +97,7 @@ def outcome(report: RunReport) -> str:
         reached = f"{'Training' if report.live else 'Stopped'} at step {_of_steps(progress)}"
     else:
         reached = "No training step is done yet"
-    return f"{reached}: {report.ended}" if report.ended else reached
+    return ": ".join(filter(None, (reached, report.ended)))
 
 
 def bits_per_byte(nats: float, tokens: int, size: int) -> str:
@@ -182,9 +182,13 @@ def progress_text(progress: Preparation) -> str:
         return "publish: joining the pieces"
     if progress.phase == "tokenizer":
         return f"tokenizer: training on {progress.documents:,} documents, {bytes_text(progress.text_bytes)}"
-    tokens = f", {count_text(progress.tokens)} tokens" if progress.tokens else ""
-    text = f"{progress.phase}: {progress.documents:,} documents{tokens}, {bytes_text(progress.rate)}/s"
-    return text if progress.seconds_left is None else f"{text}, {duration_text(progress.seconds_left)} left"
+    text = f"{progress.phase}: {progress.documents:,} documents"
+    if progress.tokens:
+        text += f", {count_text(progress.tokens)} tokens"
+    text += f", {bytes_text(progress.rate)}/s"
+    if progress.seconds_left is not None:
+        text += f", {duration_text(progress.seconds_left)} left"
+    return text
 
 
 def fraction(progress: Preparation) -> float | None:
@@ -362,23 +366,32 @@ def html(report: RunReport) -> str:
         software = [(name, value) for name, value in named if value] + sorted(identity.packages.items())
     model, tokens = report.config.get("model"), report.progress.tokens
     name = model.get("name") if isinstance(model, dict) else None
-    known = [
-        str(name or "A GPT"),
-        f"{count_text(report.parameters)} parameters" if report.parameters else "",
-        f"trained on {count_text(tokens)} tokens{f' of {dataset.name}' if dataset else ''}" if tokens else "",
-    ]
+    lead = str(name or "A GPT")
+    if report.parameters:
+        lead += f", {count_text(report.parameters)} parameters"
+    if tokens:
+        lead += f", trained on {count_text(tokens)} tokens"
+    facts, chart, example = None, None, ""
+    if dataset is not None:
+        facts = [*dataset_facts(dataset), *source_facts(dataset, report.rows)]
+        if tokens:
+            lead += f" of {dataset.name}"
+        if lengths(dataset):
+            chart = lengths_chart(dataset)
+    if final is not None:
+        example = usage(report.address, final, huggingface=final.huggingface is not None)
     return template("report.html").render(
         title=report.name,
         outcome=outcome(report),
-        lead=", ".join(filter(None, known)) + ".",
+        lead=f"{lead}.",
         tiles=first,
         curves=_curves(report.rows),
         final=final,
         figures=further,
         ledger=report.ledger if report.ledger and report.ledger.wall else None,
-        dataset=[*dataset_facts(dataset), *source_facts(dataset, report.rows)] if dataset else None,
-        lengths=lengths_chart(dataset) if dataset and lengths(dataset) else None,
-        usage=usage(report.address, final, huggingface=final.huggingface is not None) if final else "",
+        dataset=facts,
+        lengths=chart,
+        usage=example,
         places=places(report),
         software=software,
         # As YAML: what a run can be started with again.
@@ -422,7 +435,8 @@ def _curves(rows: Sequence[Row]) -> dict[str, Chart]:
     restarts = sorted({int(row["step"]) for row in rows if row.get("kind") == "start" and row.get("step")})
     paces = [Line(points=pace, color="green", faint=True), Line(points=smoothed(pace), color="green")]
     title, rates = "Loss, nats per token", [Line(points=rate, color="violet")]
-    title += "; dotted where an attempt resumed" if restarts else ""
+    if restarts:
+        title += "; dotted where an attempt resumed"
     wide = Chart(name="wide", title=title, lines=losses, y_text=_short, restarts=restarts)
     return {
         "wide": wide,

@@ -112,7 +112,9 @@ class Attempts:
     def live(self) -> Attempt | None:
         """Return the live attempt, if one is: only the last can be."""
         last = self.last()
-        return last if last is not None and last.status.state.is_live else None
+        if last is None or not last.status.state.is_live:
+            return None
+        return last
 
     def last(self) -> Attempt | None:
         record = self.index.last(self.run)

@@ -292,7 +292,7 @@ class Index:
 
     def flow_runs_of_attempts(self, flow_run: str = "") -> dict[AttemptId, tuple[str, ...]]:
         """Return the flow runs of every attempt by run and number; only the attempts of `flow_run`, if it is set."""
-        folder = f"{_FLOW_RUNS}/{flow_run}" if flow_run else _FLOW_RUNS
+        folder = "/".join(filter(None, (_FLOW_RUNS, flow_run)))
         flow_runs: dict[AttemptId, tuple[str, ...]] = {}
         for path in self._folder.within(folder).list():
             match = _LINK.fullmatch(f"{folder}/{path}")

@@ -111,8 +111,8 @@ class BatchPlatform:
         if machine is not None and machine.arch != "amd64":
             what = f"platform.machine={machine.name} is {machine.arch}, for which Batch has no images"
             yield found("machine", what, "take platform.kind=gke")
-        best = networks_of(machine)[0] if machine is not None else DEFAULT
-        if machine is not None and settings.nodes > 1 and best != DEFAULT:
+        if machine is not None and settings.nodes > 1 and networks_of(machine)[0] != DEFAULT:
+            best = networks_of(machine)[0]
             what = f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP"
             yield found("network", what, "for the full speed take platform.kind=gke", "warning")
         image = settings.boot_image or f"batch-{settings.os}"
@@ -255,6 +255,8 @@ def _plain(value: Any) -> Any:
     """Cloud Logging keeps numbers as floats; whole ones were whole."""
     if hasattr(value, "items"):
         return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     if isinstance(value, str | bool | float) or value is None:
-        return int(value) if isinstance(value, float) and value.is_integer() else value
+        return value
     return [_plain(item) for item in value]

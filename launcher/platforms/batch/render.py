@@ -13,11 +13,10 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter
 
 from launcher.environment import Entry, as_rows, node_environment
-from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, Object, Submission
+from launcher.job import RUN_LABEL, UNBUILT, Job, JobId, Object, Submission, drop_empty
 from launcher.networks import tcp
 from launcher.networks.profile import LIBRARIES, NetworkContext
 from launcher.platforms.batch.settings import BatchPlatformConfig
-from launcher.platforms.settings import drop_empty
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 PORT = 29500
@@ -132,13 +131,13 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
     if settings.nfs:
         volumes.append(f"{settings.nfs_path}:{settings.nfs_path}")
     options = [
-        # Several nodes find each other by the VMs' addresses and listen on any free port.
-        *(["--network=host"] if job.nodes > 1 else []),
         f"--shm-size={shm}",
         "--ulimit=memlock=-1",
         f"--stop-timeout={settings.grace_period + 20}",
         f"--env-file={VARIABLES}",
     ]
+    if job.nodes > 1:  # they find each other by the VMs' addresses, and listen on any free port
+        options.insert(0, "--network=host")
     if settings.node_gpus and settings.os == "cos":
         # No toolkit there: the driver's files are mounted, and its devices come with --privileged
         # (https://cloud.google.com/batch/docs/create-run-job-gpus).
@@ -146,7 +145,8 @@ def _runnables(job: Job, settings: BatchPlatformConfig, shm: int) -> Iterator[di
         volumes += [f"{NVIDIA}/{part}:/usr/local/nvidia/{part}:ro" for part in ("lib64", "bin")]
     else:  # a training needs no capability, as root or as any other user
         options += ["--cap-drop=ALL", "--security-opt=no-new-privileges"]
-        options += ["--runtime=nvidia", "--gpus=all"] if settings.node_gpus else []
+        if settings.node_gpus:
+            options += ["--runtime=nvidia", "--gpus=all"]
     container = {
         "imageUri": job.image or UNBUILT,
         "entrypoint": "python",

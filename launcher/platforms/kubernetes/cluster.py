@@ -45,7 +45,7 @@ class Resource:
         return f"{root}{space}/{self.plural}/{name}".removesuffix("/")
 
     def __str__(self) -> str:
-        return f"{self.plural}.{self.group}" if self.group else self.plural
+        return ".".join(filter(None, (self.plural, self.group)))
 
 
 JOBSETS = Resource("jobset.x-k8s.io", "v1alpha2", "jobsets")

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 from launcher.environment import Entry, as_rows, literal, node_environment
 from launcher.errors import ConfigProblem
-from launcher.job import JOB_LABEL, UNBUILT, Job, JobId, Submission
+from launcher.job import JOB_LABEL, UNBUILT, Job, JobId, Submission, drop_empty
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
-from launcher.platforms.settings import LONGEST_LABEL, drop_empty
+from launcher.platforms.settings import LONGEST_LABEL
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import bucket_path
 
@@ -135,9 +135,10 @@ def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
 
 def made_of(settings: GkePlatformConfig) -> tuple[api.Resource, ...]:
     """Return the kinds of all objects that a job with these settings may have, as a JobSet or as a Job."""
-    isolated = [api.NETWORK_POLICIES] if settings.isolated else []
-    claimed = [_CLAIM_KINDS[claim] for claim in settings.fabric.claims]
-    return (api.JOBSETS, api.JOBS, api.SERVICES, api.PODS, *isolated, *claimed)
+    kinds = [api.JOBSETS, api.JOBS, api.SERVICES, api.PODS]
+    if settings.isolated:
+        kinds.append(api.NETWORK_POLICIES)
+    return (*kinds, *(_CLAIM_KINDS[claim] for claim in settings.fabric.claims))
 
 
 def _gang(job: Job, template: Mapping[str, Any]) -> dict[str, Any]:

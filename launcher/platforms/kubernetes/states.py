@@ -200,7 +200,7 @@ def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> Jo
         scheduled=max(scheduled) if len(scheduled) == nodes else None,
         pulled=max(pulled) if len(pulled) == nodes else None,
         started=_seconds(workload.get("status", {}).get("startTime") or meta.get("creationTimestamp")),
-        ended=_seconds(end["lastTransitionTime"]) if end else None,
+        ended=_seconds((end or {}).get("lastTransitionTime")),
         restarts=restart,
     )
 

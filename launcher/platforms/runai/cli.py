@@ -157,10 +157,12 @@ class Cli:
                 Flag("platform.preemptible", "--preemptible", settings.preemptible),
             ]
         else:
-            part = settings.gpus if 0 < settings.gpus < 1 else 0
+            devices, part, request = settings.gpus, 0.0, ""
+            if 0 < settings.gpus < 1:
+                devices, part, request = 1.0, settings.gpus, "portion"
             flags += [
-                Flag("platform.gpus", "--gpu-devices-request", 1.0 if part else settings.gpus),
-                Flag("platform.gpus", "--gpu-request-type", "portion" if part else None),
+                Flag("platform.gpus", "--gpu-devices-request", devices),
+                Flag("platform.gpus", "--gpu-request-type", request),
                 Flag("platform.gpus", "--gpu-portion-request", part),
                 Flag("platform.cpus", "--cpu-core-request", settings.cpus),
                 Flag("platform.memory", "--cpu-memory-request", settings.memory),

@@ -15,10 +15,9 @@ import httpx
 from pydantic import SecretStr
 
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, PlatformRefused, PlatformUnreachable
-from launcher.job import UNBUILT
+from launcher.job import UNBUILT, drop_empty
 from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
-from launcher.platforms.settings import drop_empty
 from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
