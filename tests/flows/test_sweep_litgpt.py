@@ -344,13 +344,13 @@ class Crowd:
     """Trials that wait for each other, until so many have been there at once or all have begun."""
 
     def __init__(self, *, wanted: int, trials: int) -> None:
-        self.wanted, self.trials, self.begun, self.there, self.most = wanted, trials, 0, 0, 0
+        self.wanted, self.trials, self.begun, self.present, self.most = wanted, trials, 0, 0, 0
 
     async def train(self, **_: Any) -> Any:
-        self.begun, self.there = self.begun + 1, self.there + 1
-        self.most = max(self.most, self.there)
-        await asyncio.to_thread(until, lambda: self.there >= self.wanted or self.begun == self.trials)
-        self.there -= 1
+        self.begun, self.present = self.begun + 1, self.present + 1
+        self.most = max(self.most, self.present)
+        await asyncio.to_thread(until, lambda: self.present >= self.wanted or self.begun == self.trials)
+        self.present -= 1
         return SimpleNamespace(validation_loss=1.0)
 
 

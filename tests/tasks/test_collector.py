@@ -44,7 +44,7 @@ def started(run: Any, collector: Collector) -> psutil.Process:
     collector.follow({"kind": "step", "step": 8, "step_seconds": 0.1})
     # A process of an earlier test may be ending: it has no command any more, which `process_iter` gives as None.
     every = psutil.process_iter(["cmdline"])
-    [process] = [one for one in every if run.storage.address() in (one.info["cmdline"] or ())]
+    [process] = [entry for entry in every if run.storage.address() in (entry.info["cmdline"] or ())]
     return process
 
 
@@ -57,11 +57,11 @@ def test_collector_process_has_no_keys_of_the_launcher(run: Any, monkeypatch: py
 
 
 def test_collection_reports_its_progress(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    final, told = SimpleNamespace(findings=(), step=8, validation_loss=1.0), list[Event]()
+    final, events = SimpleNamespace(findings=(), step=8, validation_loss=1.0), list[Event]()
     monkeypatch.setattr("tasks.checkpoints.exported", lambda _: final)
-    with Listener(told.append), closing(Collector(run)) as collector:
+    with Listener(events.append), closing(Collector(run)) as collector:
         asyncio.run(collect_checkpoints.fn(run, collector, image=None))
-    assert [one.what for one in told if isinstance(one, StepStarted)] != [""]
+    assert [event.what for event in events if isinstance(event, StepStarted)] != [""]
 
 
 def test_collection_shows_the_progress_of_its_process(
@@ -78,18 +78,18 @@ def test_collection_shows_the_progress_of_its_process(
 def test_follower_keeps_no_collector_that_blocks_the_leader(run: Any) -> None:
     """Both are made ready before the job's end, and one of them at a time may have the run's folder."""
 
-    async def scene(mine: Collector) -> None:
-        process = started(run, mine)
-        waiting = asyncio.create_task(_collected(run, mine))
+    async def scene(collector: Collector) -> None:
+        process = started(run, collector)
+        waiting = asyncio.create_task(_collected(run, collector))
         await asyncio.to_thread(until, lambda: not process.is_running())
         assert not waiting.done()
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting
 
-    with Lease(Index(run.root), "run") as theirs, closing(Collector(run)) as mine:
-        assert theirs.take()
-        asyncio.run(scene(mine))
+    with Lease(Index(run.root), "run") as lease, closing(Collector(run)) as collector:
+        assert lease.take()
+        asyncio.run(scene(collector))
 
 
 def test_large_model_is_collected_by_a_job_of_one_node(
@@ -98,18 +98,22 @@ def test_large_model_is_collected_by_a_job_of_one_node(
     """The job that is found first is the training's, which has saved its last checkpoint and has not ended."""
     changes = {"root": str(tmp_path), "platform": settings_of(machine="a3-highgpu-8g")}
     run = plan_run(trained.config.model_copy(update=changes))
-    there = plan_run(trained.config).storage.local_path()
-    copied = shutil.copytree(there, tmp_path / "runs" / run.name, ignore=shutil.ignore_patterns("final"))
-    asked: list[Submission] = []
+    finished = plan_run(trained.config).storage.local_path()
+    copied = shutil.copytree(finished, tmp_path / "runs" / run.name, ignore=shutil.ignore_patterns("final"))
+    submissions: list[Submission] = []
 
     async def run_job(claim: Claim, **_: Any) -> None:
-        asked.append(claim.platform.render(claim.make_job(len(asked) + 2)))
-        if len(asked) == 2:
-            shutil.copytree(there / "final", copied / "final")
+        submissions.append(claim.platform.render(claim.make_job(len(submissions) + 2)))
+        if len(submissions) == 2:
+            shutil.copytree(finished / "final", copied / "final")
 
     monkeypatch.setattr("tasks.checkpoints.LARGE", 0)
     monkeypatch.setattr("tasks.checkpoints.run_job", run_job)
     assert asyncio.run(_collected_by_a_job(run, IMAGE)) == trained.final
-    words = str(asked[0]).split()
-    assert (words[words.index("taskCount:") + 1], "--stage" in words, "collect" in words) == ("1", False, True)
-    assert len(asked) == 2
+    arguments = str(submissions[0]).split()
+    assert (arguments[arguments.index("taskCount:") + 1], "--stage" in arguments, "collect" in arguments) == (
+        "1",
+        False,
+        True,
+    )
+    assert len(submissions) == 2

@@ -40,18 +40,20 @@ def test_prefect_log_has_a_known_error_once_with_its_line_ends() -> None:
     logger, error = logging.getLogger("prefect.flow_runs"), ConfigProblem("train:\n  no such setting")
     raised = ("Encountered exception during execution: %r", (error,), (ConfigProblem, error, None))
     ended = (f"Finished in state Failed({str(error)!r})", (), None)
-    told = [logger.makeRecord(logger.name, logging.ERROR, "", 0, *one) for one in (raised, ended)]
-    assert all(map(logger.filter, told))
+    records = [logger.makeRecord(logger.name, logging.ERROR, "", 0, *record) for record in (raised, ended)]
+    assert all(map(logger.filter, records))
     messages = ["Encountered exception during execution: train:\n  no such setting", "Finished in state Failed"]
-    assert [(one.getMessage(), one.exc_info) for one in told] == [(message, None) for message in messages]
+    assert [(record.getMessage(), record.exc_info) for record in records] == [(message, None) for message in messages]
 
 
 def test_prefect_retries_no_task_that_starts_a_job() -> None:
     packages = [(package, found.name) for package in (tasks, flows) for found in pkgutil.iter_modules(package.__path__)]
-    made = [one for package, name in packages for one in vars(import_module(f"{package.__name__}.{name}")).values()]
-    steps = [one for one in made if isinstance(one, Task)]
+    made = [value for package, name in packages for value in vars(import_module(f"{package.__name__}.{name}")).values()]
+    steps = [value for value in made if isinstance(value, Task)]
     not_again = {"train", "submit-job", "await-job", "evaluate", "evaluate-checkpoint"}
-    assert not_again == {one.name for one in steps if not one.retries}
-    assert {one.retry_condition_fn for one in steps} == {worth_retrying}
-    assert all(one.retry_jitter_factor for one in steps if one.retries), "a sweep's trials would come back together"
-    assert {one.name for one in made if isinstance(one, Flow) and one.retries} == {"reap"}
+    assert not_again == {value.name for value in steps if not value.retries}
+    assert {value.retry_condition_fn for value in steps} == {worth_retrying}
+    assert all(value.retry_jitter_factor for value in steps if value.retries), (
+        "a sweep's trials would come back together"
+    )
+    assert {value.name for value in made if isinstance(value, Flow) and value.retries} == {"reap"}

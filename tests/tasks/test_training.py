@@ -74,7 +74,7 @@ def ended_well(
 
 
 def notes(events: Iterable[Event], message: str) -> list[str]:
-    return [one.what for one in events if isinstance(one, Note) and message in one.what]
+    return [event.what for event in events if isinstance(event, Note) and message in event.what]
 
 
 class Fated(StrictPlatform):
@@ -113,7 +113,7 @@ class Saving(Fated):
     def meet(self, job_id: JobId, code: int) -> None:
         folder = checkpoints.folder_of(step := len(self.began) * self._every)
         stored = [self._run.write(f"{folder}/{name}", b"weights") for name in (checkpoints.INDEX, "0.distcp")]
-        files = tuple(FileRecord.of(one, relative_to=folder) for one in stored)
+        files = tuple(FileRecord.of(path, relative_to=folder) for path in stored)
         manifest = checkpoints.CheckpointManifest(
             format=2, run="demo", step=step, tokens=0, dataset_key="k", validation_loss=None, world_size=2,
             versions={}, files=files,
@@ -216,10 +216,15 @@ def test_refused_attempt_records_its_reason_and_books_no_time(tmp_path: Path) ->
     with pytest.raises(PlatformRefused):
         ended_well(tmp_path, platform)
     attempts = claim_on(platform, tmp_path, "demo").attempts
-    [one] = attempts.all()
-    assert (one.status.state, "refused: port 22971 is in use" in one.status.native) == (JobState.FAILED, True)
-    later = one.record.model_copy(update={"attempt": 2, "flow_run": "another", "created": one.record.created + 100})
-    times = [AttemptTimes(record=one.record, end=attempts.index.ends("demo")[1]), AttemptTimes(record=later, end=None)]
+    [attempt] = attempts.all()
+    assert (attempt.status.state, "refused: port 22971 is in use" in attempt.status.native) == (JobState.FAILED, True)
+    later = attempt.record.model_copy(
+        update={"attempt": 2, "flow_run": "another", "created": attempt.record.created + 100}
+    )
+    times = [
+        AttemptTimes(record=attempt.record, end=attempts.index.ends("demo")[1]),
+        AttemptTimes(record=later, end=None),
+    ]
     assert ledger(times, []).seconds[Part.STOPPED] > 90
 
 
@@ -309,7 +314,7 @@ class Machines(StrictPlatform):
 
     def submit(self, submission: Submission) -> JobId:
         job_id = super().submit(submission)
-        self.taken.append(next(one for one in self._machines if one not in submission.body["exclude"]))
+        self.taken.append(next(machine for machine in self._machines if machine not in submission.body["exclude"]))
         self.place(job_id, {0: self.taken[-1], 1: "sound"})
         if self.taken[-1] in self._broken:
             self.end(job_id, JobState.FAILED, {0: BROKEN, 1: EXIT_CODES[FailureClass.NETWORK]})
@@ -399,7 +404,11 @@ def test_two_orchestrators_share_one_count_of_restarts(tmp_path: Path, monkeypat
     with Listener(events.append):
         asyncio.run(two())
     assert len(platform.began) == 3, "the first attempt and two restarts, not two of each"
-    counted = [one.attempt for flow_run in ("one", "another") for one in index.diagnoses_of_flow_run("demo", flow_run)]
+    counted = [
+        diagnosis.attempt
+        for flow_run in ("one", "another")
+        for diagnosis in index.diagnoses_of_flow_run("demo", flow_run)
+    ]
     assert sorted(counted) == [1, 2, 3], "each end is judged once"
     assert len(notes(events, "no new attempt is left")) == 1
 
@@ -568,7 +577,7 @@ def test_hostile_metrics_are_reported_once(tmp_path: Path) -> None:
     with Listener(events.append), pytest.raises(JobFailed, match="node fault on node 0") as failure:
         ended_well(tmp_path, Hostile([BROKEN]))
     assert len(str(failure.value)) < 11_000
-    rows: list[Mapping[str, Any]] = [one.row for one in events if isinstance(one, MetricsRow)]
+    rows: list[Mapping[str, Any]] = [event.row for event in events if isinstance(event, MetricsRow)]
     assert [row["step"] for row in rows] == [1]
     assert len(notes(events, "8 lines of metrics could not be read; the first: ")) == 1
     assert len(notes(events, "1 nodes' reports could not be read; the first: ")) == 1
@@ -650,7 +659,7 @@ def test_prefect_log_has_newest_lines_and_each_warning_once(tmp_path: Path, capl
     assert not any(line.startswith("[node 1]") for line in kept)
     for message, times in (("was not saved", 1), ("network.slow", 1), ("is odd", 18), ("prints more warnings", 1)):
         assert len(notes(events, message)) == times
-    assert len([one for one in events if isinstance(one, Output) and "NCCL" in one.line]) == 6000
+    assert len([event for event in events if isinstance(event, Output) and "NCCL" in event.line]) == 6000
 
 
 def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:

@@ -27,7 +27,7 @@ class Runs:
         self.platform = StrictPlatform()
         self.claim = claim_on(self.platform, folder, "demo-0123456789")
         index, opening = self.claim.attempts.index, self.claim.attempts.open_platform
-        self.left: Callable[[], list[Any]] = partial(orphaned_resources, index, open=opening)
+        self.orphaned: Callable[[], list[Any]] = partial(orphaned_resources, index, open=opening)
         self.remove: Callable[..., bool] = partial(remove_orphaned_resource, index, open=opening)
 
     def ended(self, state: JobState = JobState.FAILED) -> JobId:
@@ -45,25 +45,25 @@ def runs(tmp_path: Path) -> Runs:
 
 def test_orphaned_resources_of_every_attempt_are_removed(runs: Runs) -> None:
     jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
-    found = runs.left()
+    found = runs.orphaned()
     assert [entry.job_id for entry in found] == jobs
     assert found[1].what == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
     assert all(runs.remove(entry) for entry in found)
-    assert runs.left() == []
+    assert runs.orphaned() == []
 
 
 def test_resources_of_a_run_that_restarted_stay(runs: Runs) -> None:
     """Not even what its attempts before have left: the next attempt sweeps that."""
     dead = runs.ended()
-    [shown] = runs.left()
+    [shown] = runs.orphaned()
     job_id = begin(runs.claim)
     assert not runs.remove(shown)
-    assert runs.left() == []
+    assert runs.orphaned() == []
     runs.platform.start(job_id)
-    assert runs.left() == []
+    assert runs.orphaned() == []
     assert runs.platform.remaining_resources(dead)
     runs.platform.silence(True)
-    assert [entry.job_id for entry in runs.left()] == [None]
+    assert [entry.job_id for entry in runs.orphaned()] == [None]
 
 
 def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
