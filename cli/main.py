@@ -737,7 +737,7 @@ def cancel(
 
 
 @app.command()
-def reap(
+def cleanup(
     root: Root = DEFAULT_ROOT,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove it without asking.")] = False,
@@ -747,18 +747,18 @@ def reap(
 
     Runs that are live, or whose state is unknown, are never changed.
     """
-    is_unknown, reaped, removed = False, list[Any](), list[str]()
+    is_unknown, cancelled, removed = False, list[Any](), list[str]()
     if not dry_run:
         _quiet_prefect()
         from flows import server
-        from flows.reconciling import reap_jobs
+        from flows.reconciling import end_orphaned_jobs
 
         if server.server_address() is not None:
             server.require_server()
             with server.server_problems():
-                reaped = asyncio.run(reap_jobs())
-            is_unknown = any(job.problem for job in reaped)
-            for line in list(map(str, reaped)) or ["no job of a cancelled flow run is running"]:
+                cancelled = asyncio.run(end_orphaned_jobs())
+            is_unknown = any(job.problem for job in cancelled)
+            for line in list(map(str, cancelled)) or ["no job of a cancelled flow run is running"]:
                 _say(escape(line))
     index = Index.of(root)
     orphaned = orphaned_resources(index)
@@ -783,7 +783,7 @@ def reap(
         except TrainLitgptError as error:
             _error(str(error))
             is_unknown = True
-    _print_json({"reaped": list(map(str, reaped)), "left": orphaned, "removed": removed})
+    _print_json({"cancelled": list(map(str, cancelled)), "orphaned": orphaned, "removed": removed})
     if is_unknown:
         raise typer.Exit(EXIT_CODES[FailureClass.UNREACHABLE])
 

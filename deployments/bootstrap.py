@@ -217,7 +217,7 @@ async def _bring_up_to_date(notify: str) -> None:
     from prefect.blocks.webhook import Webhook
     from prefect.client.orchestration import get_client
 
-    from flows.reconciling import crash_orphans, reap_jobs
+    from flows.reconciling import end_orphaned_jobs, mark_dead_flow_runs
 
     async with get_client() as client:
         if notify:
@@ -225,10 +225,10 @@ async def _bring_up_to_date(notify: str) -> None:
             await block.asave(NOTICES, overwrite=True)
         for automation in yaml.safe_load(AUTOMATIONS_FILE.read_text()):
             _report("automation", await put_automation(client, automation), automation["name"])
-        for name in await crash_orphans(client):
+        for name in await mark_dead_flow_runs(client):
             _report("flow run", "crashed", f"{name}: its orchestrator is dead; a deployment's is started again")
-    for reaped in await reap_jobs():
-        _report("job", "reaped", str(reaped))
+    for jobs in await end_orphaned_jobs():
+        _report("job", "cancelled", str(jobs))
 
 
 async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 It calls them cancelled while their jobs go on: a worker that died heard nothing, and ran no hook. Prefect's server ends
 a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's platform. The next to
-look (a worker that starts, an automation, `train-litgpt reap`) cancels the job.
+look (a worker that starts, an automation, `train-litgpt cleanup`) cancels the job.
 
 Or it calls them running, and their orchestrator died while the server was away: it heard of no crash, and an automation
 that waits for heartbeats has forgotten them. `train-litgpt serve` looks at their leases.
@@ -41,11 +41,11 @@ _LOOK_BACK = timedelta(days=14)
 _PAGE = 200  # flow runs; Prefect's server returns no more at once
 
 ORPHANED = "Its orchestrator is dead: it holds the run's lease and gives no sign of life"
-"""The message of a crash that `crash_orphans` finds; automation `resume-killed` matches its beginning."""
+"""The message of a crash that `mark_dead_flow_runs` finds; automation `resume-killed` matches its beginning."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reaped:
+class OrphanedJobs:
     """The jobs of one cancelled flow run that still ran."""
 
     name: str
@@ -59,34 +59,34 @@ class Reaped:
         return f"{self.name} was cancelled, but its job was still running; cancelled now: {', '.join(self.cancelled)}"
 
 
-async def reap_jobs() -> list[Reaped]:
+async def end_orphaned_jobs() -> list[OrphanedJobs]:
     """Cancel every live job whose flow runs are cancelled in Prefect; return the flow runs of these jobs."""
-    reaped = []
+    orphaned = []
     async with get_client() as client:
         for flow_run in await _lately(client, StateType.CANCELLED):
             try:
-                jobs = await _cancel_orphaned_jobs(client, flow_run.parameters, str(flow_run.id))
+                jobs = await _cancel_jobs_of(client, flow_run.parameters, str(flow_run.id))
             except TrainLitgptError as error:
-                reaped.append(Reaped(name=flow_run.name, problem=error))
+                orphaned.append(OrphanedJobs(name=flow_run.name, problem=error))
             else:
                 if jobs:
-                    reaped.append(Reaped(name=flow_run.name, cancelled=tuple(jobs)))
-    return reaped
+                    orphaned.append(OrphanedJobs(name=flow_run.name, cancelled=tuple(jobs)))
+    return orphaned
 
 
 # An automation starts this flow after the cancellation of a flow run.
-@flow(name="reap", persist_result=False, retries=15, retry_delay_seconds=60)
-async def reap() -> list[str]:
+@flow(name="cancel-orphaned-jobs", persist_result=False, retries=15, retry_delay_seconds=60)
+async def cancel_orphaned_jobs() -> list[str]:
     """Cancel every job that still runs although its flow run is cancelled; returns a line for each."""
-    flow_runs = await reap_jobs()
+    flow_runs = await end_orphaned_jobs()
     unreachable = []
-    for reaped in flow_runs:
-        get_run_logger().warning(str(reaped))
-        if isinstance(reaped.problem, PlatformUnreachable) and not is_marked_no_retry(reaped.problem):
-            unreachable.append(str(reaped))
+    for jobs in flow_runs:
+        get_run_logger().warning(str(jobs))
+        if isinstance(jobs.problem, PlatformUnreachable) and not is_marked_no_retry(jobs.problem):
+            unreachable.append(str(jobs))
     if unreachable:  # a platform may answer a minute later, and nothing else may check these jobs
         raise PlatformUnreachable("; ".join(unreachable))
-    return [str(reaped) for reaped in flow_runs]
+    return [str(jobs) for jobs in flow_runs]
 
 
 async def all_flow_runs(client: PrefectClient, **wanted: Any) -> list[Any]:
@@ -109,7 +109,7 @@ async def _lately(client: PrefectClient, state: StateType) -> list[Any]:
     return await all_flow_runs(client, state=in_state, expected_start_time=since)
 
 
-async def _cancel_orphaned_jobs(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
+async def _cancel_jobs_of(client: PrefectClient, parameters: Mapping[str, Any], flow_run: str) -> list[JobId]:
     cancelled: list[JobId] = []
     index, opener = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
     own = await asyncio.to_thread(index.attempts_of_flow_run, flow_run)
@@ -134,7 +134,7 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
     return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)
 
 
-async def crash_orphans(
+async def mark_dead_flow_runs(
     client: PrefectClient, *, wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(2 * LEASE_TIMEOUT)
 ) -> list[str]:
     """Set flow runs to crashed that Prefect calls running although their orchestrator is dead; return their names.

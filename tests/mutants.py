@@ -383,7 +383,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      """f'fail {code} "{message}"'""", "launcher/platforms/test_planted_code.py"),
     ("lease-of-the-living", "launcher/runs/lease.py", "        elif beat == observed_beat:", "        elif True:",
      "launcher/runs/test_lease.py"),
-    ("reap-the-living", "launcher/runs/listing.py", "    return last is not None and last.status.state.is_final",
+    ("cleanup-of-the-living", "launcher/runs/listing.py", "    return last is not None and last.status.state.is_final",
      "    return last is not None", "launcher/runs/test_orphaned_resources.py"),
     ("cluster-without-certificate", "launcher/platforms/kubernetes/connection.py",
      "    lock = threading.Lock()", "    configuration.verify_ssl = False; lock = threading.Lock()",

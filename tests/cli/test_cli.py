@@ -372,7 +372,7 @@ def test_json_output_is_one_document(cli: Cli, running: Path, dataset: tuple[Dat
     seen = answer("status", "training.yaml")
     assert (seen["name"], seen["runs"][0]["step"], seen["runs"][0]["state"]) == (run, 2, "running")
     assert [(item["attempt"], item["state"]) for item in seen["attempts"]] == [(1, "failed"), (2, "running")]
-    assert answer("reap", "--root", "out", "--dry-run") == {"reaped": [], "left": [], "removed": []}
+    assert answer("cleanup", "--root", "out", "--dry-run") == {"cancelled": [], "orphaned": [], "removed": []}
     assert "local" in [row["deployment"] for row in answer("submit")]
     with (running.parents[1] / METRICS).open("a") as rows:
         rows.write('{"kind": "step", "step": 3, "loss": "NaN", "step_seconds": 3.0}\n')

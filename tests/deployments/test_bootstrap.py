@@ -43,7 +43,7 @@ def test_old_automation_is_updated_but_stays_disabled() -> None:
     """Only an automation that its user has disabled stays so."""
     from prefect.client.orchestration import get_client
 
-    automation: dict[str, Any] = yaml.safe_load(AUTOMATIONS_FILE.read_text())[0] | {"name": "zombies-of-a-test"}
+    automation: dict[str, Any] = yaml.safe_load(AUTOMATIONS_FILE.read_text())[0] | {"name": "dead-of-a-test"}
     before = {**automation, "trigger": {**automation["trigger"], "within": 60}}
 
     async def put() -> tuple[list[str], Any]:
@@ -65,7 +65,9 @@ def test_notices_are_off_until_there_is_an_address() -> None:
     from prefect.blocks.webhook import Webhook
     from prefect.client.orchestration import get_client
 
-    [notices] = [entry for entry in yaml.safe_load(AUTOMATIONS_FILE.read_text()) if entry["name"] == "tell-of-bad-ends"]
+    [notices] = [
+        entry for entry in yaml.safe_load(AUTOMATIONS_FILE.read_text()) if entry["name"] == "notify-on-failure"
+    ]
 
     async def put() -> list[str]:
         async with get_client() as client:

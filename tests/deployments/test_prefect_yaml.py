@@ -53,9 +53,9 @@ def parsed() -> dict[str, Deployment]:
 
 
 def test_every_config_has_a_deployment() -> None:
-    """The automation that reaps answers the cancellation of whatever has the tag `litgpt`, and is not reaped itself."""
+    """An automation reacts to the cancellation of any flow run with the tag `litgpt`; its own flow runs lack it."""
     tags = {name: set(deployment.tags) for name, deployment in parsed().items()}
-    assert "litgpt" not in tags.pop("reap/reap-local")
+    assert "litgpt" not in tags.pop("cancel-orphaned-jobs/cancel-orphaned-jobs")
     assert all(entry >= {"litgpt", "resume-on-crash"} for entry in tags.values())
     configs = {step["config"] for entry in parsed().values() for made in entry.build for step in made.values()}
     assert configs == {path.name for path in CONFIGS.glob("*.yaml")}
@@ -179,16 +179,16 @@ def accepted(automation: dict[str, Any]) -> Any:
 
 def test_automations_are_ones_that_prefect_accepts() -> None:
     found = {entry["name"]: accepted(entry) for entry in yaml.safe_load(AUTOMATIONS_FILE.read_text())}
-    names = ("crash-zombies", "resume-crashed", "reap-cancelled", "tell-of-bad-ends")
-    zombies, crashed, cancelled, bad = (found[name].trigger for name in names)
+    names = ("mark-dead-flow-runs", "resume-crashed", "cancel-orphaned-jobs", "notify-on-failure")
+    dead, crashed, cancelled, bad = (found[name].trigger for name in names)
     # A server that was away must not look like the death of orchestrators.
-    assert zombies.within.total_seconds() >= 1200
+    assert dead.within.total_seconds() >= 1200
     # A flow run that a worker took and had not begun when it died is pending, and never gave a sign.
     named = ("Pending", "Submitting", "InfrastructurePending", "Running")
-    assert zombies.after == {f"prefect.flow-run.{sign}" for sign in ("heartbeat", *named)}
+    assert dead.after == {f"prefect.flow-run.{sign}" for sign in ("heartbeat", *named)}
     # Each begins the wait anew, and an end ends it.
     ends = ("Completed", "Failed", "Cancelled", "Crashed")
-    assert zombies.expect == zombies.after | {f"prefect.flow-run.{end}" for end in ends}
+    assert dead.expect == dead.after | {f"prefect.flow-run.{end}" for end in ends}
     assert crashed.expect == {"prefect.flow-run.Crashed"}
     assert cancelled.expect == {"prefect.flow-run.Cancelled"}
     assert set(bad.match_related["prefect.resource.name"]) == {*KINDS, "evaluate"}
@@ -234,25 +234,25 @@ def exited(code: int) -> str:
 def test_flow_run_that_cannot_begin_ends_after_its_first_crash(query: str) -> None:
     """The flow's own limit of starts is never reached where its parameters, its imports or its folder are wrong."""
     for code in (1, 2, 77, 125, 127):
-        assert reactions_to(event_of("Crashed", query + exited(code), 0)) == {"end-unstartable", "tell-of-bad-ends"}
+        assert reactions_to(event_of("Crashed", query + exited(code), 0)) == {"end-unstartable", "notify-on-failure"}
     for code in (-9, -15, 137, 143, 247):  # its machine was too full, or went away
-        assert reactions_to(event_of("Crashed", query + exited(code), 0)) == {"resume-killed", "tell-of-bad-ends"}
+        assert reactions_to(event_of("Crashed", query + exited(code), 0)) == {"resume-killed", "notify-on-failure"}
     for code in (1, -9):  # also of a flow run whose server was away for too long
-        assert reactions_to(event_of("Crashed", query + exited(code))) == {"resume-crashed", "tell-of-bad-ends"}
+        assert reactions_to(event_of("Crashed", query + exited(code))) == {"resume-crashed", "notify-on-failure"}
 
 
 @pytest.mark.parametrize(
     "message", ["Flow run could not start: no space left", "Failed to submit flow run to infrastructure: OSError: full"]
 )
 def test_flow_run_whose_process_cannot_start_ends(message: str) -> None:
-    assert reactions_to(event_of("Crashed", message, 0)) == {"end-unstartable", "tell-of-bad-ends"}
+    assert reactions_to(event_of("Crashed", message, 0)) == {"end-unstartable", "notify-on-failure"}
 
 
 def test_flow_run_of_a_dead_machine_is_started_again() -> None:
-    [silent] = AUTOMATIONS["crash-zombies"]["actions"]
+    [silent] = AUTOMATIONS["mark-dead-flow-runs"]["actions"]
     for message in (silent["message"], ORPHANED):
         for count, name in ((0, "resume-killed"), (1, "resume-crashed")):
-            assert reactions_to(event_of("Crashed", message, count)) == {name, "tell-of-bad-ends"}
+            assert reactions_to(event_of("Crashed", message, count)) == {name, "notify-on-failure"}
 
 
 def test_crash_loop_ends_after_20_starts_within_an_hour() -> None:
@@ -264,7 +264,7 @@ def test_crash_loop_ends_after_20_starts_within_an_hour() -> None:
 
 
 def test_only_flow_runs_with_our_heartbeat_are_marked_dead() -> None:
-    trigger = trigger_of("crash-zombies")
+    trigger = trigger_of("mark-dead-flow-runs")
     assert trigger.covers(event_of("heartbeat", ""))
     # By hand (`train-litgpt run`), or another team's: Prefect's heartbeat of 180 s.
     assert not trigger.covers(event_of("heartbeat", "", tags=()))
@@ -282,7 +282,7 @@ def test_only_flow_runs_with_our_heartbeat_are_marked_dead() -> None:
     ],
 )
 def test_notice_is_sent_of_each_bad_end_but_no_cancellation(kind: str, message: str, is_sent: bool) -> None:
-    assert ("tell-of-bad-ends" in reactions_to(event_of(kind, message, tags=()))) is is_sent
+    assert ("notify-on-failure" in reactions_to(event_of(kind, message, tags=()))) is is_sent
 
 
 def test_notice_names_the_state_of_its_event() -> None:
@@ -304,7 +304,7 @@ def notice_of(message: str) -> str:
     from prefect.server.utilities.user_templates import register_user_template_filters, render_user_template_sync
 
     register_user_template_filters(all_filters)
-    [payload] = [action["payload"] for action in AUTOMATIONS["tell-of-bad-ends"]["actions"]]
+    [payload] = [action["payload"] for action in AUTOMATIONS["notify-on-failure"]["actions"]]
     state = {"name": "Failed", "message": message}
     context = {"flow_run": {"name": "gpt", "state": state}, "flow": {"name": "train-litgpt"}}
     return str(json.loads(render_user_template_sync(payload, context))["text"])

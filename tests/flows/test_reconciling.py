@@ -16,7 +16,14 @@ from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
 from waiting import until
 
-from flows.reconciling import Reaped, crash_orphans, flag_state_conflicts, is_abandoned, reap, reap_jobs
+from flows.reconciling import (
+    OrphanedJobs,
+    cancel_orphaned_jobs,
+    end_orphaned_jobs,
+    flag_state_conflicts,
+    is_abandoned,
+    mark_dead_flow_runs,
+)
 from flows.train_litgpt import train_litgpt
 from launcher.config import RunConfig
 from launcher.errors import PlatformUnreachable
@@ -46,7 +53,7 @@ def test_flow_run_of_a_dead_orchestrator_is_marked_crashed(
 
     async def crashed() -> list[str]:
         async with get_client() as client:
-            return await crash_orphans(client, wait=partial(asyncio.to_thread, beaten))
+            return await mark_dead_flow_runs(client, wait=partial(asyncio.to_thread, beaten))
 
     def beaten() -> None:
         (beat,) = (tmp_path / "lives").rglob("1.beat")
@@ -68,9 +75,9 @@ def test_flow_run_of_a_dead_orchestrator_is_marked_crashed(
     assert [end and end.value for end in ends] == ["CRASHED", "RUNNING", "RUNNING"]
 
 
-def reaped(root: Path) -> list[Reaped]:
+def orphaned(root: Path) -> list[OrphanedJobs]:
     """What was found of this test's flow runs; the server has those of other tests."""
-    return [entry for entry in asyncio.run(reap_jobs()) if entry.name.startswith(str(root))]
+    return [entry for entry in asyncio.run(end_orphaned_jobs()) if entry.name.startswith(str(root))]
 
 
 @pytest.mark.prefect
@@ -85,9 +92,9 @@ def test_running_job_of_a_cancelled_flow_run_is_cancelled(
     [row] = flag_state_conflicts(run_rows(Index.of(tiny().root)))
     assert row.state == "running"
     assert row.note == f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}"
-    assert [found.cancelled for found in reaped(tmp_path)] == [(claim.make_job(1).directory,)]
+    assert [found.cancelled for found in orphaned(tmp_path)] == [(claim.make_job(1).directory,)]
     assert claim.attempts.live() is None
-    assert reaped(tmp_path) == []
+    assert orphaned(tmp_path) == []
 
 
 @pytest.mark.prefect
@@ -104,7 +111,7 @@ def test_automations_flow_retries_a_platform_that_is_away(
         return status(job_id)
 
     monkeypatch.setattr(platform, "status", away)
-    shown = asyncio.run(reap.with_options(retry_delay_seconds=0.01)())
+    shown = asyncio.run(cancel_orphaned_jobs.with_options(retry_delay_seconds=0.01)())
     assert any("was cancelled, but its job was still running; cancelled now: strict/" in line for line in shown)
     assert claim.attempts.live() is None
 
@@ -117,7 +124,7 @@ def test_unreadable_root_does_not_hide_other_roots(
     record = replace(claim_of(broken), flow_runs=[str(flow_run_of(broken, Cancelled()))]).reattach_or_create()
     (tmp_path / "broken" / "index" / record.run / "1.json").write_text("{")
     claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
-    found = reaped(tmp_path)
+    found = orphaned(tmp_path)
     assert any("1.json is not" in str(entry.problem) for entry in found)
     assert claim.attempts.live() is None
 

@@ -56,4 +56,4 @@ def test_prefect_retries_no_task_that_starts_a_job() -> None:
     assert all(value.retry_jitter_factor for value in steps if value.retries), (
         "a sweep's trials would come back together"
     )
-    assert {value.name for value in made if isinstance(value, Flow) and value.retries} == {"reap"}
+    assert {value.name for value in made if isinstance(value, Flow) and value.retries} == {"cancel-orphaned-jobs"}

@@ -66,12 +66,12 @@ def test_resources_of_a_run_that_restarted_stay(runs: Runs) -> None:
     assert [entry.job_id for entry in runs.orphaned()] == [None]
 
 
-def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cleanup_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cli.main import app
 
-    def reap(*options: str) -> str:
+    def cleanup(*options: str) -> str:
         with patch.dict(os.environ):  # a command sets it for its own process
-            return CliRunner().invoke(app, ["reap", *options, "--root", str(tmp_path)]).output
+            return CliRunner().invoke(app, ["cleanup", *options, "--root", str(tmp_path)]).output
 
     monkeypatch.setattr("flows.server.server_address", lambda: None)  # the tests' own server knows other tests' runs
     claim = claim_of(ScriptConfig(root=str(tmp_path), name="demo", script="/train.py"))
@@ -80,9 +80,9 @@ def test_reap_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, monk
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     orphan = subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}, stdin=subprocess.PIPE)
     with orphan:
-        assert f"{record.run}, attempt 1, on local: process {orphan.pid}" in reap("--dry-run")
-        assert "nothing was removed; --yes removes it" in reap()
+        assert f"{record.run}, attempt 1, on local: process {orphan.pid}" in cleanup("--dry-run")
+        assert "nothing was removed; --yes removes it" in cleanup()
         assert orphan.poll() is None
-        assert "nothing of it is left" in reap("--yes")
+        assert "nothing of it is left" in cleanup("--yes")
         assert orphan.wait() != 0
-        assert "nothing is left of the dead runs" in reap("--yes")
+        assert "nothing is left of the dead runs" in cleanup("--yes")

@@ -89,7 +89,7 @@ def test_a_form_starts_its_flow(
         changes |= {"data": tiny.data.model_dump(mode="json")}
     if name == "local":
         changes |= tiny.model_dump(mode="json", include={"name", "model", "train", "platform"})
-    parameters = {} if name in {"evaluate", "reap-local"} else changes
+    parameters = {} if name in {"evaluate", "cancel-orphaned-jobs"} else changes
     flow_run = submitted(browser_page, client, served, name, tmp_path / "form.png", parameters)
 
     def state() -> StateType | None:
@@ -100,7 +100,7 @@ def test_a_form_starts_its_flow(
         begun.add(StateType.FAILED)
     until(lambda: state() in begun or client.read_flow_run(flow_run.id).state.is_final(), seconds=300)
     assert state() in begun
-    if name in {"local", "dataset-local", "reap-local"}:
+    if name in {"local", "dataset-local", "cancel-orphaned-jobs"}:
         until(lambda: state() is not StateType.RUNNING, seconds=600)
         assert state() is StateType.COMPLETED
     else:

@@ -95,7 +95,7 @@ def test_resumed_flow_run_reattaches_to_the_running_training(
 def test_cancelled_run_leaves_no_process_when_the_server_died(
     served: Any, client: SyncPrefectClient, tiny_under: Callable[..., RunConfig]
 ) -> None:
-    """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is reaped."""
+    """Whoever listened for cancellations may be deaf by then: it crashes and is replaced, or its job is cancelled."""
     config = tiny_under(served.root, {"name": "deaf", **LONG, "train.max_steps": 100_000})
     flow_run = submitted(served, config)
     psutil.Process(int((served.home / "serve" / "server.pid").read_text().split()[0])).kill()

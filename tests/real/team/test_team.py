@@ -56,11 +56,11 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 @pytest.fixture
 def client(team: Team) -> Iterator[SyncPrefectClient]:
     with SyncPrefectClient(f"{team.url}/api", auth_string=SECRET) as opened:
-        [zombies] = [automation for automation in opened.read_automations() if automation.name == "crash-zombies"]
+        [dead] = [automation for automation in opened.read_automations() if automation.name == "mark-dead-flow-runs"]
         # As docs/team.md says for those who will not wait 20 minutes for the flow runs of a dead machine.
-        zombies.trigger.within = timedelta(seconds=75)
-        wanted = zombies.model_dump(include={"name", "description", "enabled", "trigger", "actions"})
-        opened.update_automation(zombies.id, AutomationCore.model_validate(wanted))
+        dead.trigger.within = timedelta(seconds=75)
+        wanted = dead.model_dump(include={"name", "description", "enabled", "trigger", "actions"})
+        opened.update_automation(dead.id, AutomationCore.model_validate(wanted))
         yield opened
 
 
