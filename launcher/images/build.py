@@ -88,11 +88,11 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     if stack is not None:
         args["STACK"] = stack.stack
     if image.dockerfile is not None or stack is None:
-        # No labels: nobody has compared them with what a Dockerfile of the user's installs.
+        # No labels: they were not compared with the packages that the user's own Dockerfile installs.
         return (build(Context(folder, Path(str(image.dockerfile))), args, {}),)
     if not (folder / stack.lock).is_file():
-        what = f"image.context={image.context!r} is no checkout of train-litgpt, which its own Dockerfile copies from"
-        raise ImageProblem(f"{what}; set image.context to one, or image.dockerfile to a Dockerfile of yours")
+        what = f"image.context={image.context!r} is not a checkout of train-litgpt, which its own Dockerfile needs"
+        raise ImageProblem(f"{what}; set image.context to one, or image.dockerfile to your own Dockerfile")
     # installed.py compares these with the image, because another base has a C library of its own.
     labels = {name.removeprefix(LABELS): value for name, value in contents.labels.items()}
     if stack.least_glibc and not contents.glibc:

@@ -42,8 +42,8 @@ LOGS = "images/logs"
 """The folder below the root where builds keep their logs."""
 
 _LIVE = {"STATUS_UNKNOWN", "PENDING", "QUEUED", "WORKING"}
-# In seconds: between two looks (quotas allow many more, https://cloud.google.com/build/quotas); for which the API may
-# be unreachable while a build is followed, which goes on by itself; for one call.
+# In seconds: between two queries (quotas allow many more, https://cloud.google.com/build/quotas); how long the API may
+# be unreachable while a build is followed, because the build continues by itself; for one call.
 _POLL, _SILENCE, _LIMIT = 5.0, 600.0, 60.0
 
 # FailureInfo.FailureType of the API, and what to do.
@@ -68,8 +68,8 @@ class CloudBuild:
         return client
 
     def build(self, build: Build, *, log: Log) -> str:
-        """Build and push, or follow the build of this image that is on its way; one of ours is cancelled if we are
-        stopped. Returns the digest that the registry is said to have now."""
+        """Build and push, or follow a build of this image that is already running. A build that this call started is
+        cancelled if the call is interrupted. Returns the digest that Cloud Build reports."""
         image, root = self._image, self._root
         if bucket_path(root) is None:
             fix = "set root to gs://bucket/prefix, or image.kind to docker"
@@ -79,7 +79,7 @@ class CloudBuild:
             return self._follow(running, build.tag, log)
         bucket, _, name = str(bucket_path(build.context.store(root))).partition("/")
         account = image.service_account
-        # The context is stored; one step builds it, and Cloud Build itself pushes, and tells the digest.
+        # The context is stored. One step builds it, then Cloud Build itself pushes, and reports the digest.
         request = {
             "source": {"storage_source": {"bucket": bucket, "object_": name}},
             "steps": [
@@ -111,7 +111,7 @@ class CloudBuild:
                 self._cancel(created, log)
             return self._follow(first, build.tag, log)
         except BaseException as stopped:
-            # Where it is an error of the build's, that ended by itself, or goes on: the next try takes it up.
+            # After any other error the build has ended or still runs, and the next try follows it.
             if not isinstance(stopped, Exception) and first.id == created.id:
                 self._cancel(created, log)
             raise
@@ -154,7 +154,7 @@ class CloudBuild:
             self._pause(_POLL)
             request = {"name": build.name, "id": build.id, "project_id": self._image.billed}
             try:
-                with google_errors(CLOUD_BUILD, f"{tag}: asking after build {build.id}"):
+                with google_errors(CLOUD_BUILD, f"{tag}: querying build {build.id}"):
                     build, silent = self._client.get_build(**request, timeout=_LIMIT), 0.0
             except ImageUnreachable as error:
                 silent += _POLL
@@ -180,7 +180,7 @@ class CloudBuild:
         output = "\n".join(filter(None, [*tail, one_line(failure.detail or build.status_detail)]))
         what = f"{tag}: build {build.id} of Cloud Build ended with {status}:\n{output}\n-> "
         if status == "CANCELLED":
-            raise JobCancelled(f"{tag}: somebody cancelled build {build.id} of Cloud Build; run again to build it")
+            raise JobCancelled(f"{tag}: build {build.id} of Cloud Build was cancelled; run again to build it")
         if status == "TIMEOUT":
             raise ImageProblem(f"{what}raise image.timeout, or image.machine")
         if status in {"EXPIRED", "INTERNAL_ERROR"}:

@@ -1,6 +1,6 @@
-"""What a builder gets: a build, and its context, which is the files that .dockerignore leaves, in a tar.
+"""The input of a builder: a build, and its context, which is a tar of the files that .dockerignore does not exclude.
 
-The tar is written by us and not by the builder, so that what is hashed is what is built, byte for byte.
+This module writes the tar, not the builder, so that the hashed bytes are the bytes that are built.
 Owners, times and permissions (but for "executable") are left out, as in git: checkouts of one commit differ in them.
 """
 
@@ -34,7 +34,7 @@ TIME = 315_619_200
 
 Log = Callable[[str], None]
 Pause = Callable[[float], None]
-"""Wait so many seconds; raises where the build is to stop."""
+"""Wait N seconds; raises where the build must stop."""
 
 
 class Context:

@@ -115,7 +115,7 @@ def run_engine(
     # https://docs.docker.com/build/ci/github-actions/reproducible-builds/: buildx hands SOURCE_DATE_EPOCH on
     environment = {"SOURCE_DATE_EPOCH": str(TIME), **os.environ, "BUILDKIT_PROGRESS": "plain"}
     if engine == "docker" and arguments[0] == "build":
-        # Docker older than 23 has to be told to use BuildKit, which it can where the plug-in buildx is installed.
+        # Docker older than 23 uses BuildKit only on request, and only where the plugin buildx is installed.
         command = ["docker", "buildx", "version"]
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=10.0, check=True)

@@ -92,7 +92,7 @@ def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
             canonicalize_name(package.name): package.version for package in metadata.distributions()
         }
     elif isinstance(image, BuiltImage) and image.dockerfile is None and image.installed is not None:
-        # What pip takes from a lock of `make lock` for an image with these contents.
+        # The packages that pip takes from a lock of `make lock` for an image with these contents.
         lock, contents = (Path(image.context) / image.installed.lock).read_text("utf-8"), image.contents
         python, processor = contents.python or image.installed.python, contents.architecture
         place = {

@@ -1,7 +1,7 @@
-"""Image references, and what a registry says of one of them: its digest, and its config with the labels.
+"""Image references, and what a registry returns for each: its digest, and its config with the labels.
 
 Registries speak one API, the OCI distribution specification (https://github.com/opencontainers/distribution-spec),
-which grew from Docker's "registry HTTP API v2": one HEAD request tells the digest behind a tag.
+which grew from Docker's "registry HTTP API v2": one HEAD request returns the digest behind a tag.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ MOST_BYTES = 8 << 20
 
 
 # All that follow raise ImageProblem where the registry has no such image, refuses or answers nonsense, and
-# ImageUnreachable where it does not answer. A registry that is away or busy is asked again for `patience` seconds,
-# timeouts.REGISTRY where nothing is given; each answer may take 5 seconds longer.
+# ImageUnreachable where it does not answer. Requests to an unreachable or busy registry are repeated for `patience`
+# seconds, by default timeouts.REGISTRY. Each answer may take 5 seconds longer.
 
 
 def resolve(image: str) -> str:
@@ -154,7 +154,7 @@ def _retry_while_unavailable(reference: ImageReference, ask: Callable[[_Registry
         time.sleep(wait)
 
 
-# The form of a name that goes into messages: anybody may have written it.
+# The form of a name that goes into messages: any user may have written it.
 _Word = Annotated[str, Field(pattern=r"^[\w.-]{0,60}$")]
 
 
@@ -227,7 +227,7 @@ class _Registry:
         received = f"sha256:{sha256(content).hexdigest()}"
         if digest != received:
             raise ImageProblem(f"{named}: {self._reference.host} answered with {received}; do not use this registry")
-        return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image anew")
+        return parse_json(content, kind, where=f"{named}: {self._url(where, digest)}", fix="push the image again")
 
     def _download(self, where: str, name: str) -> bytes:
         with self._answer("GET", where, name) as answer:
@@ -264,7 +264,7 @@ class _Registry:
                 if status in _TRANSIENT:
                     raise _RegistryUnavailable(f"does not answer: {status}; wait")
                 if not answer.is_success and status != 404:
-                    fix = "which is no answer of a registry; check its name, and any proxy on the way"
+                    fix = "which is not an answer of a registry; check its name, and any proxy on the way"
                     raise ImageProblem(f"{self._at} answered {status}, {fix}")
                 yield answer
                 return

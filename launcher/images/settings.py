@@ -43,7 +43,7 @@ class BuiltImage(Settings):
     """The repository of the image, without a tag: `europe-west4-docker.pkg.dev/my-project/litgpt/train`."""
     dockerfile: str | None = None
     """Path of a Dockerfile; empty takes the product's own, which needs a checkout of train-litgpt as context.
-    What a Dockerfile of yours builds upon is pinned by the digest that you write there, or by `base`."""
+    The base of your own Dockerfile is pinned by the digest that you write there, or by `base`."""
     context: str = "."
     """Folder whose files the Dockerfile may copy, less what its .dockerignore names."""
     base: str | None = None
@@ -52,13 +52,13 @@ class BuiltImage(Settings):
     build_args: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Further build arguments. They can be read in the image's history: no secrets."""
     pip_config: str | None = None
-    """Path of a pip.conf for the build: a mirror of yours, its certificate or password. It is in no layer of the image,
-    and as every package has to have its hash, another one makes no other image. For the product's own Dockerfile."""
+    """Path of a pip.conf for the build: your mirror, its certificate or password. No layer of the image contains it.
+    Packages must match their hashes, so another file does not change the image. For the product's own Dockerfile."""
     architecture: Literal["amd64", "arm64"] = "amd64"
     """Processor architecture of the nodes."""
     stack: str | None = None
     """Software stack of the product's own Dockerfile (docs/images.md lists them); empty is the first that
-    `platform.network` is qualified for. A Dockerfile of yours gets it as the build argument STACK."""
+    `platform.network` is qualified for. Your own Dockerfile gets it as the build argument STACK."""
 
     @field_validator("repository")
     @classmethod
@@ -77,7 +77,7 @@ class BuiltImage(Settings):
 
     @property
     def contents(self) -> Contents:
-        """What the image will hold, as far as it is known before it is built."""
+        """Return the contents of the image, as far as they are known before it is built."""
         if self.installed is None:
             return Contents(architecture=self.architecture)
         return self.installed.contents(self.architecture, own_base=self.base is None and self.dockerfile is None)
@@ -136,7 +136,7 @@ class CloudBuildImage(BuiltImage, title="Built with Google Cloud Build"):
             what = "image.pip_config may hold a password, and would be stored in the root's bucket for the builder"
             raise ValueError(f"{what}; take image.kind=docker, or leave it out")
         if not self.billed:
-            raise ValueError(f"image.repository={self.repository!r} tells no project for the build; set image.project")
+            raise ValueError(f"image.repository={self.repository!r} names no project for the build; set image.project")
         return self
 
 

@@ -15,7 +15,7 @@ from typing import Self
 from litgpt_demo.node.gpu import DRIVER_FLOORS
 
 LABELS = "io.github.train-litgpt."
-"""The prefix of the labels by which an image says what it holds, in the form that OCI's annotation rules ask for
+"""The prefix of the labels by which an image declares its contents, in the form of OCI's annotation rules
 (https://github.com/opencontainers/image-spec/blob/main/annotations.md)."""
 
 
@@ -93,7 +93,7 @@ class Stack(Contents):
 # The tag of the base image, python:3.11.15-bookworm, is Debian 12 (https://packages.debian.org/bookworm/libc6).
 _BASE = {"python": "3.11.15", "glibc": "2.36"}
 DEFAULT_STACK = Stack(stack="default", **_BASE, torch="2.13.0", cuda="13.0", nccl="2.29.7")
-# The plug-in of GPUDirect-TCPXO is qualified for NCCL 2.28, which came with this torch alone: 2.10 has 2.27.5,
+# The plugin of GPUDirect-TCPXO is qualified for NCCL 2.28, which came only with this torch: 2.10 has 2.27.5,
 # 2.12 has 2.29 (nvidia-nccl-cu12 and -cu13 in the wheels' metadata).
 _TCPXO = Stack(stack="tcpxo", **_BASE, least_glibc="2.35", torch="2.11.0", cuda="13.0", nccl="2.28.9")
 

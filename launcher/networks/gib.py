@@ -24,8 +24,8 @@ _INSTALLERS = {
 _NCCL = f"{AI_HYPERCOMPUTER}/nccl"
 """Release notes for x86 and arm64; they name the NCCL that is bundled (v1.1.2: 2.30.4) and those that are supported."""
 
-# What Google's installer puts on the nodes comes first. For x86 we have read v1.1.2's date, but not its row of the
-# page's version table.
+# The release that Google's installer puts on the nodes comes first. For x86 we have read v1.1.2's date, but not its
+# row of the page's version table.
 PAIRS = (
     net.ReleasePair("v1.1.1", None, "2026", _INSTALLERS["amd64"]),
     net.ReleasePair("v1.1.2", None, "2026-05-14", f"{_NCCL}/release-notes-x86"),
@@ -114,7 +114,7 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=context.host_network,
         claims=tuple(claims),
-        # CEA asks for the exact number, CTK's A4X node pools for all of them.
+        # CEA requests the exact number, CTK's A4X node pools all of them.
         rdma_cards=None if arm else cards,
         environment=(
             net.Variable("NCCL_NET", "gIB", _JOBSET, net.STOPS, after=True),

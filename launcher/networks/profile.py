@@ -98,7 +98,7 @@ class ReleasePair:
     nccl: tuple[str, ...] = ()
     """Qualified NCCL versions as ranges; a release names one patch level, and its minor version is taken for it."""
     nccl_loads: tuple[str, ...] = ()
-    """NCCL versions that are known to load the plugin, as ranges; that is no proof that they work with it."""
+    """NCCL versions that are known to load the plugin, as ranges; that does not prove that they work with it."""
     nccl_fails: tuple[str, ...] = ()
     """NCCL versions that are known to fail with it, as ranges."""
     driver: str | None = None
@@ -141,7 +141,7 @@ class Network:
     annotations: Mapping[str, str] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, int] = field(default_factory=dict)
-    """Extended resources that each pod asks for, besides its GPUs."""
+    """Extended resources that each pod requests, in addition to its GPUs."""
     init_containers: Sequence[Object] = ()
     """Containers in starting order; a daemon is one of them, as a native sidecar (`restartPolicy: Always`)."""
     volumes: Sequence[Object] = ()
@@ -154,7 +154,7 @@ class Network:
     claims: tuple[str, ...] = ()
     """Resource claims of the pod that its network needs, by kind: `rdma`, `compute-domain`."""
     rdma_cards: int | None = None
-    """The number of RDMA cards that a claim asks for; None means all of the node."""
+    """The number of RDMA cards that a claim requests; None means all of the node."""
     environment: tuple[Variable, ...] = ()
     scripted: tuple[Variable, ...] = ()
     """Variables that the sourced scripts set on the node, as far as known: for explanations and clashes."""
@@ -165,7 +165,7 @@ class Network:
     problems: tuple[Finding, ...] = ()
     """Errors of a context and options that are each right by themselves."""
     without_stack: str = ""
-    """The advice to users where the plugin is qualified for no software stack of ours."""
+    """The advice to users where the plugin is not qualified for any of our software stacks."""
     installer: Installer | None = None
     """None where nothing has to be on the nodes."""
 
@@ -276,7 +276,7 @@ def find_pair(pairs: tuple[ReleasePair, ...], tag: str, daemon_tag: str, *, name
                 return pair
             return replace(pair, daemon=daemon_tag, source="platform.network_daemon")
     if daemon and not daemon_tag:
-        what = f"platform.network_plugin={tag} is no {name} release that we know, nor is the daemon it needs"
+        what = f"platform.network_plugin={tag} is an unknown {name} release, and so is the daemon that it needs"
         raise ConfigProblem(what, fix=f"give platform.network_daemon too, or take one of {releases}")
     return ReleasePair(tag, daemon_tag or None, "", "platform.network_plugin")
 

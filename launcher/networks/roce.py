@@ -14,7 +14,7 @@ from litgpt_demo.node.network import NodeNetwork
 
 _EPFL = "https://github.com/epfml/getting-started/blob/5b3f69d/docs/multinode.md"
 
-# What EPFL's clusters call them, and so Run:ai's as far as we know. Other clusters have no such convention.
+# The names on EPFL's clusters, and so on Run:ai's as far as we know. Other clusters have no such convention.
 ATTACHMENT = "kube-system/roce"
 RESOURCE = "rdma/rdma"
 

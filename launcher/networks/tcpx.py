@@ -35,7 +35,7 @@ _TRIED: dict[str, Any] = {
     "nccl_loads": (">=2.19.3,<=2.29.7",),
     # With 2.21.5 one node worked and several did not, with 2.18.1 they did:
     # https://github.com/GoogleCloudPlatform/container-engine-accelerators/issues/414
-    # The issue is from the time of v3.1.9; nothing says that v3.1.12 mends it.
+    # The issue is from the time of v3.1.9; no source says that v3.1.12 fixes it.
     "nccl_fails": ("==2.21.5",),
 }
 PAIRS = (
@@ -99,7 +99,7 @@ OURS = (
     net.Variable("GLOO_SOCKET_IFNAME", "eth0", _CONFIG, "as NCCL_SOCKET_IFNAME, for gloo; INFERRED"),
 )
 
-# 66 GB/s is the least that was published for two nodes, plain gVNIC 20 to 24: a floor at 0.6 of it tells them apart.
+# 66 GB/s is the least that was published for two nodes, plain gVNIC 20 to 24: a floor at 0.6 of it separates them.
 # https://github.com/skypilot-org/skypilot/tree/master/examples/gcp_gpu_direct_tcpx
 FLOOR = {2: 40.0}
 

@@ -24,7 +24,7 @@ _NPX = "https://github.com/google/nccl-plugin-gpudirect-tcpxo/blob/04815d1"
 _PROFILE = f"{_NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
-# The open plugin exports ncclNetPlugin_v7 alone (fastrak_plugin.cc:358 in _NPX), which 2.19.3 (v5 to v7), 2.28.7 and
+# The open plugin exports only ncclNetPlugin_v7 (fastrak_plugin.cc:358 in _NPX), which 2.19.3 (v5 to v7), 2.28.7 and
 # 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
 _LOADS = (">=2.19.3,<=2.29.7",)
 PAIRS = (
@@ -49,7 +49,7 @@ DEVICES = [*net.GPUS, "/dev/dmabuf_import_helper"]
 APERTURES = "/dev/aperture_devices"
 OWN = "/usr/local/nccl-plugin"
 
-# What nccl-env-profile.sh exports; it prepends NCCL_LIB_DIR to LD_LIBRARY_PATH, and finds the cards by PCI slot.
+# Exports of nccl-env-profile.sh, which prepends NCCL_LIB_DIR to LD_LIBRARY_PATH, and finds the cards by PCI slot.
 SCRIPTED = net.variables(
     {
         "NCCL_FASTRAK_IFNAME": "eth1,eth2,eth3,eth4,eth5,eth6,eth7,eth8",
@@ -125,7 +125,7 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
         # The script, the aperture devices and the daemon's socket are root's; neither XPK nor CTK adds a capability.
         capabilities=(net.OTHERS_FILES,),
         privileged=on_host,
-        # What the script needs, and must not overwrite.
+        # Variables that the script needs, and must not overwrite.
         environment=(
             net.Variable("NCCL_LIB_DIR", net.LIBRARIES, _PROFILE, "the script stops without it"),
             *variables,
@@ -139,7 +139,7 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
 
 
 def _version(tag: str) -> tuple[int, ...]:
-    # `v1.0.13_1` as (1, 0, 13): what tells releases apart comes before the dash or underscore.
+    # `v1.0.13_1` as (1, 0, 13): the part that distinguishes releases comes before the dash or underscore.
     found = re.match(r"v?(\d+(?:\.\d+)*)", tag)
     return tuple(int(number) for number in found[1].split(".")) if found else ()
 

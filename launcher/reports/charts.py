@@ -22,7 +22,7 @@ _COLORS = {
 
 _ROUND = (1, 2, 2.5, 5, 10)  # distances between ticks, to a power of ten: those that people count in
 _NAMED = 14  # bars whose names have room next to each other in the smallest chart; of more, every second is named
-_POINTS = 600  # more than there are pixels to tell them apart
+_POINTS = 600  # more than the pixels of a chart can show
 
 SETTINGS = Lock()
 """matplotlib's settings belong to the whole process, and sweeps write reports in threads."""
@@ -107,7 +107,7 @@ def element(figure: Figure, *, name: str, title: str, **options: Any) -> str:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     FigureCanvasSVG(figure)
-    # Text stays text (the page's font, searchable); the salt makes ids depend on the content alone.
+    # Text stays text (the page's font, searchable); the salt makes ids depend only on the content.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "train-litgpt"})
     buffer = StringIO()
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None}, **options)

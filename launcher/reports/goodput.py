@@ -51,7 +51,7 @@ class Part(StrEnum):
     COLLECTING = "collecting"
     """A job that makes models of a training that has ended."""
     STOPPED = "not running"
-    """The time between an attempt and one that another command started: nobody wanted it to run."""
+    """The time between an attempt and one that another command started: no command wanted the run to work."""
     UNKNOWN = "unknown"
 
 
@@ -61,7 +61,7 @@ class AttemptTimes:
 
     record: AttemptRecord
     end: AttemptEnd | None
-    """None while nobody has seen it end."""
+    """None while no orchestrator has seen it end."""
     reports: Sequence[NodeReport] = ()
 
 
@@ -103,7 +103,7 @@ class Ledger:
     """The moment up to which everything is booked."""
 
     def book(self, span: _Span, *, processes: int, usd_per_hour: float) -> None:
-        """Book the time from now until the end of a span, on machines of so many processes and this price."""
+        """Book the time from now until the end of a span, on machines of N processes and this price."""
         if span.until is None or span.until <= self.now:
             return
         unbooked = span.until - self.now
@@ -198,7 +198,7 @@ def _spans(
         resumed = None if next_life is None else next_life.start["step"]
         yield from _training_spans(life, stopped, held, resumed=resumed)
         if stopped is None and next_life is not None and not is_last:
-            yield _Span(next_life.started, Part.UNKNOWN, held)  # lost or restarting: no report tells them apart
+            yield _Span(next_life.started, Part.UNKNOWN, held)  # lost or restarting: no report distinguishes them
         beginning = Part.RESTART
         before_life = Part.UNKNOWN if pulled is None else beginning
 

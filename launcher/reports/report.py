@@ -107,7 +107,7 @@ def bits_per_byte(nats: float, tokens: int, size: int) -> str:
 
 
 def figures(report: RunReport) -> tuple[Pairs, Pairs]:
-    """The few figures that everybody asks for first, and the rest of them; what is not known is left out."""
+    """Return the few figures that readers want first, and the rest of them, without unknown ones."""
     progress, start, final, dataset = report.progress, report.progress.start, report.final, report.dataset
     pace, used = (list(curve(report.rows, "step", name).values()) for name in ("tokens_per_second", "mfu"))
     loss = final.validation_loss if final else progress.validation_loss
@@ -346,7 +346,7 @@ def _fenced(text: str, language: str = "text") -> str:
 
 
 def diagnosis_markdown(diagnosis: Diagnosis) -> str:
-    """Why an attempt ended, for a page in Prefect. What a node wrote stays text."""
+    """Return why an attempt ended, for a page in Prefect. Text that a node wrote stays text."""
     rows = [
         (diagnosis.code, f"{diagnosis.fault}{diagnosis.culprit}"),
         ("machine", diagnosis.host or NOTHING),

@@ -1,4 +1,4 @@
-"""The result of a sweep: its trials beside each other, as a table and as a page with pictures."""
+"""The result of a sweep: its trials side by side, as a table and as a page with pictures."""
 
 from __future__ import annotations
 

@@ -358,7 +358,7 @@ class Claim:
 
 
 def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
-    """Return the claim on a planned run. Checkpoints beyond `steps` are no progress, if it is set."""
+    """Return the claim on a planned run. If `steps` is set, checkpoints beyond it do not count as progress."""
     config = run.config
 
     def progress() -> int:
@@ -440,8 +440,8 @@ def resolve_name_conflicts(
     sweep: str | None = None,
     open_platform: OpenPlatform | None = None,
 ) -> DamagedRecords:
-    """Refuse to start `run` beside a live job of the config's name, or cancel or keep it, as `launch.if_running` says.
-    Trials of one sweep are no conflict. For a trial, damaged records are returned instead of raised."""
+    """Refuse to start `run` if a job of the config's name is live, or cancel or keep it, as `launch.if_running` says.
+    Trials of one sweep do not conflict. For a trial, damaged records are returned instead of raised."""
     sweep = config.launch.sweep or sweep
     index, bad = Index.of(config.root), DamagedRecords()
     if config.launch.if_running == "keep":

@@ -30,7 +30,7 @@ from litgpt_demo.storage.private import make_private
 CODE = "code"
 
 _SECRETS = (
-    # What lets its holder in somewhere: a bucket's readers must not get it, and platform.secrets is its way.
+    # Credentials: the readers of a bucket must not get them. Pass them by platform.secrets.
     *(".env", ".env.*", ".envrc", ".netrc", ".pypirc", ".npmrc", ".condarc", "pip.conf", "pip.ini", "secrets.toml"),
     *(".git-credentials", ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".ssh", ".gnupg", ".aws", ".azure", ".oci"),
     *(".kube", "kubeconfig", "*.kubeconfig", ".docker", ".dockercfg", ".htpasswd", ".terraform", "*.tfstate"),
@@ -40,7 +40,7 @@ _SECRETS = (
     *(".config/gcloud", ".huggingface", ".cache/huggingface"),
 )
 _CACHES = (
-    # What no program reads, and what changes without it.
+    # Files that no program needs, and that change without a change of the code.
     *(".git", ".hg", ".svn", ".venv", "venv", "node_modules", "__pycache__", "*.pyc", ".ipynb_checkpoints"),
     *(".mypy_cache", ".pytest_cache", ".ruff_cache"),
 )
@@ -126,7 +126,7 @@ def pack_code(setting: str, *, root: str) -> CodeArchive:
 
 def _sizes(setting: str, folder: Path, root: str) -> dict[str, int]:
     if not folder.is_dir():
-        raise ConfigProblem(f"code.folder={setting}: {folder} is no folder", fix="give the one that holds your script")
+        raise ConfigProblem(f"code.folder={setting}: {folder} is not a folder", fix="give the folder of your script")
     left_out, below = list(SECRETS_AND_CACHES), open_storage(root).local_path()
     if below == folder:
         what = f"root={root} and code.folder are one folder, so that each run would be part of the next one's code"
@@ -138,7 +138,7 @@ def _sizes(setting: str, folder: Path, root: str) -> dict[str, int]:
     if not paths:
         raise ConfigProblem(f"code.folder={setting} has no files but those that are left out; check its .dockerignore")
     if len(paths) > MOST_FILES:
-        raise ConfigProblem(f"code.folder={setting} has more than {MOST_FILES:,} files, which is no source code; {fix}")
+        raise ConfigProblem(f"code.folder={setting} has more than {MOST_FILES:,} files, more than source code; {fix}")
     # A link to what does not ship itself may lead out of the folder, or to a secret under another name.
     ships = {folder / path for path in paths}
     for path in paths:

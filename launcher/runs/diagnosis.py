@@ -1,8 +1,8 @@
 """The diagnosis of a dead attempt from its traces: the class of failure, culprit, evidence, and what to do.
 
 Most nodes of a failed job are victims. One loses the connection to a peer that died, one waits for a peer until its
-patience is over, one is asked to leave because another has ended. What such a node says is evidence of the cause only
-where nothing else is, and it points to those that complain of nothing.
+timeout, one is terminated because another has ended. The report of such a node is evidence of the cause only if there
+is no better evidence, and it points to the nodes that report no problem.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ A disk does not empty itself, and the next attempt's machines mount the same one
 that is not ours is a crash in native code or a bug: restarting would hide it at a GPU's price."""
 
 _OF_MACHINES = {FailureClass.NODE, FailureClass.HANG}
-"""The classes that are held against the culprit's machine. A lost peer is somebody else's fault, and a machine that was
-taken away is not broken."""
+"""The classes that are held against the culprit's machine. A lost peer is the fault of another node, and a machine that
+was taken away is not broken."""
 
 ADVICE: Mapping[FailureClass, str] = {
     FailureClass.USER: "fix what the message names, and run again",
@@ -65,11 +65,11 @@ class Diagnosis:
     step: int | None = None
     """The steps that were done when a GPU stopped in the middle of the program's work; None for any other end."""
     clear: bool = False
-    """True where no other node may as well have been the cause, and this one's end was no victim's."""
+    """True if no other node is as likely to be the cause, and this node did not end as a victim."""
 
     @property
     def machine(self) -> str:
-        """Return the machine that is to blame; empty where that is nobody's, or not clear."""
+        """Return the machine that is to blame; empty if it is none, or not clear."""
         blames = self.clear and self.fault in _OF_MACHINES and re.fullmatch(MACHINE, self.host)
         return self.host if blames else ""
 
@@ -89,7 +89,7 @@ class Diagnosis:
 
     @property
     def culprit(self) -> str:
-        """The node and rank as the end of a phrase; empty where nobody is known."""
+        """Return the node and rank as the end of a phrase; empty if they are unknown."""
         if self.node is None:
             return ""
         return f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
@@ -113,7 +113,7 @@ _SEVERITY = (
     FailureClass.NETWORK,
 )
 
-# A platform lets the nodes end by themselves after one has failed, and then asks them to leave (after 5 s in
+# A platform lets the nodes end by themselves after one has failed, and then terminates them (after 5 s in
 # launcher.platforms.local.supervisor, PEER_GRACE). A node that ended later than this was not preempted.
 _PEER_GRACE_SECONDS = 4.0
 
@@ -154,7 +154,7 @@ class RootCauseCandidate(Diagnosis):
     """Seconds since the epoch; minus infinity if it left no report, for then it may have been the first."""
     began: float = math.inf
     """Seconds since the epoch, if the first is the cause of the others: when its rank fell silent, or when it was
-    asked to leave."""
+    terminated."""
     hardware: bool = False
     """True if its kernel reported a broken GPU, link or memory."""
     terminated: bool = False
@@ -173,7 +173,7 @@ def diagnose(
 ) -> Diagnosis:
     """Return the diagnosis of an attempt that failed. `tail` is the evidence if there is no other. One of the `nodes`
     without any trace is a candidate too."""
-    # The report of an evicted node says at most that the node was asked to leave.
+    # The report of an evicted node says at most that the node was terminated.
     usable = [report for report in reports if report.node not in status.evictions]
     failed = [report for report in usable if report.exit_code != 0]
     known = {report.node for report in usable}
@@ -191,7 +191,7 @@ def diagnose(
     first = min(candidate.ended for candidate in candidates)
     has_cause = any(candidate.role is Role.CAUSE and not candidate.terminated for candidate in candidates)
     for place, candidate in enumerate(candidates):
-        # A node that left only after another had ended was asked to leave.
+        # A node that left only after another had ended was terminated.
         left_later = candidate.fault is FailureClass.PREEMPTED and candidate.ended > first + _PEER_GRACE_SECONDS
         if left_later or (candidate.terminated and has_cause):
             candidates[place] = replace(candidate, role=Role.ASKED_TO_LEAVE)
@@ -251,7 +251,7 @@ def _reported(report: NodeReport) -> RootCauseCandidate:
         fault, explained = FailureClass.OUT_OF_MEMORY, short
     message = cause.message or report.message or f"ended with {_ending(report.exit_code)}"
     traceback = cause.traceback
-    # The traceback of a rank that was asked to leave, or of an error of ours, says nothing more than its message.
+    # The traceback of a terminated rank, or of our own error, says nothing more than its message.
     if fault is FailureClass.PREEMPTED or f"litgpt_demo.errors.{message.partition(chr(10))[0]}" in traceback:
         traceback = ()
     evidence = "\n    ".join([message, *explained, *traceback])

@@ -63,7 +63,7 @@ AttemptId: TypeAlias = tuple[str, int]
 
 
 class DamagedRecords(dict[str, str]):
-    """The runs whose last record nobody can read, each with what is wrong."""
+    """The runs whose last record cannot be read, each with the reason."""
 
     def __str__(self) -> str:
         if not self:
@@ -87,7 +87,7 @@ class AttemptRecord(Settings):
     trial: str | None = None
     config: dict[str, JsonValue]
     platform: dict[str, JsonValue]
-    """The `platform` section alone, so that a job can be cancelled by a version that reads the config otherwise."""
+    """Only the `platform` section, so that a version that reads the config differently can still cancel the job."""
     job_id: JobId
     directory: str
     """Address of the attempt's logs and reports, below the root as it is mounted here."""
@@ -156,7 +156,7 @@ class AttemptDiagnosis(Settings):
     """The outermost flow run that orchestrated the attempt. If it is resumed, it continues its count."""
     evidence: tuple[str, ...] = ()
     action: str = ""
-    """What follows by the failure class alone; the run's budget may be used up."""
+    """The consequence of the failure class only; the run's budget may be used up."""
     advice: str = ""
 
     @property

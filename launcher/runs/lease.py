@@ -88,7 +88,7 @@ class FolderLease:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._taking:  # nothing takes the lease from now on, because nobody would release it
+        with self._taking:  # from now on no thread takes the lease, because none would release it
             self._closed = True
         with suppress(TrainLitgptError):  # it then expires
             self.release()
@@ -178,7 +178,7 @@ class FolderLease:
         count = 0
         while not stop.is_set():
             count += 1
-            # The next heartbeat tries again, also if somebody has deleted the root. A silent holder loses its lease.
+            # The next heartbeat tries again, also if a user has deleted the root. A silent holder loses its lease.
             with suppress(TrainLitgptError, OSError):
                 self._folder.write(f"{term}.beat", str(count).encode())
                 # Another process has the lease after this one was suspended, or the folder was deleted and made again.

@@ -289,11 +289,11 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class OrphanedResource:
-    """Machines or processes that an ended attempt left behind: nobody works with them, but somebody pays."""
+    """Machines or processes that an ended attempt left behind: they do no work, but still cost money."""
 
     run: str
     job_id: JobId | None
-    """None if the run's state is not known: nothing of it is removed."""
+    """None if the run's state is not known: no resource of it is removed."""
     what: str
     """A sentence that says what remains, or why nothing is known."""
 
@@ -316,7 +316,7 @@ def orphaned_resources(index: Index, *, open: OpenPlatform | None = None) -> lis
                     what = f"{where}: {', '.join(resources)}"
                     orphaned.append(OrphanedResource(run=run, job_id=record.job_id, what=what))
         except TrainLitgptError as error:
-            what = f"{run} is left alone, because its state is not known: {error}"
+            what = f"{run} is left unchanged, because its state is not known: {error}"
             return [OrphanedResource(run=run, job_id=None, what=what)]
         return orphaned
 

@@ -37,7 +37,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training with a known run id (`key`); nothing of it needs to exist yet."""
+    """A training with a known run id (`key`); it does not need to exist yet."""
 
     config: RunConfig
     dataset: PlannedDataset

@@ -1,7 +1,7 @@
 """The search of a sweep: the settings of the next trial, and the trials that are pruned.
 
-Optuna's samplers and pruners decide, by ask and tell, but nothing of Optuna's is stored: a resumed sweep makes its
-study again from the runs of its trials. A grid without pruning needs no Optuna (extra `sweeps`), but has no pictures
+Optuna's samplers and pruners decide, but its study is not stored: a resumed sweep makes the study again from the
+runs of its trials. A grid without pruning needs no Optuna (extra `sweeps`), but has no pictures
 without it.
 """
 

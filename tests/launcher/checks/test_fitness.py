@@ -161,6 +161,6 @@ def test_image_config_is_refused_by_its_digest_or_size(public: Running) -> None:
 )
 def test_malformed_manifest_is_refused_as_harmless_text(manifest: Settings, public: Running) -> None:
     public.put("team/odd", "1", {"mediaType": OCI_MANIFEST, **manifest})
-    with pytest.raises(ImageProblem, match=r"names no config|push the image anew") as refused:
+    with pytest.raises(ImageProblem, match=r"names no config|push the image again") as refused:
         read_config(f"{public.host}/team/odd:1")
     assert "\x1b" not in str(refused.value)

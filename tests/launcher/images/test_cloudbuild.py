@@ -56,7 +56,7 @@ def prepared(
 def build_on_its_way(cloud: CloudBuild, image: CloudBuildImage) -> str:
     """A build that its launcher lost sight of, and that goes on; its id."""
     cloud.silent = True
-    with pytest.raises(ImageUnreachable, match="asking after build"):
+    with pytest.raises(ImageUnreachable, match="querying build"):
         prepared(image)
     cloud.silent = False
     [number] = cloud.builds
@@ -110,7 +110,7 @@ def test_cancelled_step_cancels_only_its_own_build(cloud: CloudBuild, image: Clo
         (Status.FAILURE, ImageProblem, "line 39(.|\n)*fix that step of the Dockerfile"),
         (Status.TIMEOUT, ImageProblem, "raise image.timeout"),
         (Status.INTERNAL_ERROR, ImageUnreachable, "run again"),
-        (Status.CANCELLED, JobCancelled, "somebody cancelled build"),
+        (Status.CANCELLED, JobCancelled, "was cancelled; run again"),
     ],
 )
 def test_failed_build_is_reported_with_last_lines_plus_fix(

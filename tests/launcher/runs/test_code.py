@@ -144,7 +144,7 @@ def test_large_files_are_refused_by_name(user_folder: Path, monkeypatch: pytest.
     with pytest.raises(ConfigProblem, match=r"has 68\.2 MB, and code may have 67\.1 MB; the largest are weights\.pt"):
         packed(user_folder)
     monkeypatch.setattr(code, "MOST_FILES", 1)
-    with pytest.raises(ConfigProblem, match="more than 1 files, which is no source code"):
+    with pytest.raises(ConfigProblem, match="more than 1 files, more than source code"):
         packed(ignoring(user_folder, "*.pt"))
 
 
