@@ -42,7 +42,7 @@ from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
-from litgpt_demo.config import Settings, bounded
+from litgpt_demo.config import INTEGERS, Settings, bounded
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.private import make_temporary
@@ -68,9 +68,17 @@ MAX_RESUMES = 20
 _BOUNDED = GetPydanticSchema(lambda source, handler: bounded(handler(source)))  # Settings does it for its own fields
 
 
+def _writable(depth: int = 4) -> dict[str, Any]:
+    """Return the JSON schema of a value whose integers Prefect's server can write, so that it refuses others itself."""
+    bounds = {"if": {"type": "integer"}, "then": {"minimum": INTEGERS[0], "maximum": INTEGERS[-1]}}
+    parts = {"items": _writable(depth - 1), "patternProperties": {"": _writable(depth - 1)}} if depth else {}
+    return {**bounds, **parts}
+
+
 _OVERRIDES = FieldInfo(
     annotation=dict[str, Any],
     default={},
+    json_schema_extra={"patternProperties": {"": _writable()}},
     description='Single settings by their dotted names: {"train.max_steps": 100}. They win over the sections; '
     "a section given with -p replaces the deployment's whole section.",
 )
