@@ -124,6 +124,17 @@ def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes |
 
 
 @pytest.mark.parametrize(
+    "text", ["train:\n  max_steps:\u00a0100\n  seed: 1", "train:\n\u00a0 max_steps: 100", "a: 1\nmax_steps: 100\u200b"]
+)
+def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match=r"line 2 has U\+(00A0|200B) \(.*type a space"):
+        load_yaml(text)
+    assert load_yaml("\ufeff# where\u00a0?\na: 'b\u00a0c'") == {"a": "b\u00a0c"}
+    with pytest.raises(yaml.YAMLError, match="found character '@' that cannot start any token"):
+        load_yaml("# where\u00a0?\na: @b")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("train:\n\tmax_steps: 5", "line 2 has a tab, but YAML needs spaces"),

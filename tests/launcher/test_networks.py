@@ -21,8 +21,11 @@ def make_network(name: str, context: NetworkContext, **options: str) -> Network:
 
 def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
     for pair in tcpx.PAIRS:
-        made = make_network("tcpx", HIGH, network_plugin=pair.plugin)
-        assert [container["image"].rsplit(":", 1)[-1] for container in made.init_containers] == [pair.daemon]
+        made = make_network("tcpx", HIGH, network_plugin=pair.plugin, network_install="pod")
+        assert [container["image"].rsplit(":", 1)[-1] for container in made.init_containers] == [
+            pair.plugin,
+            pair.daemon,
+        ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
 #SBATCH --exclude=n7,n3
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
+#SBATCH --gpus-per-node=h100:8
 #SBATCH --cpus-per-task=96
 #SBATCH --mem=0
 #SBATCH --time=24:00:00

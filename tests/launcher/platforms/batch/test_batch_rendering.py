@@ -150,6 +150,9 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], named: str
     [
         ({"machine": "n2-standard-8"}, "batch.machine", "platform.gpus (0 trains on CPUs)"),
         ({"machine": "a3-highgpu-8g"}, "batch.network", "platform.kind=gke"),
+        ({"machine": "a4-highgpu-8g"}, "batch.boot-disk", "hyperdisk-balanced"),
+        ({**L4, "subnetwork": "projects/p/regions/us-east1/subnetworks/s"}, "batch.subnetwork", "regions/us-central1"),
+        ({**L4, "external_ip": False}, "batch.external-ip", "platform.subnetwork"),
         ({**L4, "boot_image": "projects/cos-cloud/global/images/cos-125"}, "batch.cos", "platform.os=cos"),
     ],
 )

@@ -34,7 +34,7 @@ LIVES: dict[str, dict[str, Any]] = {
     "claims": {"machine": "a4x-highgpu-4g", "network": "gib", "network_attach": "dra"},
     "roce": {"gpus": 8, "network": "roce", "roce_network": "rails", "roce_resource": "rdma/shared"},
     "tcp-job": {"workload": "job"},
-    "tcpx": {"machine": "a3-highgpu-8g", "network": "tcpx"},
+    "tcpx": {"machine": "a3-highgpu-8g", "network": "tcpx", "network_install": "pod"},
 }  # fmt: skip
 """What is asked for, so that between them jobs use all of the role; the first three have no machine in this cluster."""
 

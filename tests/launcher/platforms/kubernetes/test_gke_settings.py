@@ -57,8 +57,16 @@ def test_root_that_nodes_do_not_share_is_refused() -> None:
     assert found({"pvc": "nfs", "pvc_path": "/data"}, directory=directory) == {}
 
 
-def test_root_in_a_container_is_a_warning() -> None:
-    assert {code: finding.severity for code, finding in found({"uid": 0}).items()} == {"gke.root": "warning"}
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"uid": 0}, "gke.root"),
+        ({"spot": True, "grace_period": 60}, "gke.spot-grace"),
+        ({"host_network": True, "service_account": "trainer"}, "gke.host-network-identity"),
+    ],
+)
+def test_risky_settings_are_warnings(options: dict[str, Any], code: str) -> None:
+    assert {code: finding.severity for code, finding in found(options).items()} == {code: "warning"}
 
 
 def test_names_of_the_site_are_required() -> None:

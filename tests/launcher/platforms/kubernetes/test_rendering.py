@@ -57,12 +57,13 @@ VARIANTS: dict[str, tuple[str, Options]] = {
         "reservation": "mine", "flex_start": True, "flex_start_duration": "60m", "service_account": "trainer",
     }),
     "fuse-on-host": ("tcp", {"dataset_access": "fuse", "service_account": "trainer", "host_network": True}),
-    "tcpx-mirrored": ("tcpx", {"network_registry": "mirror.example", "disable_pmtu": True}),
+    "tcpx-in-pod": ("tcpx", {"network_install": "pod", "network_registry": "mirror.example", "disable_pmtu": True}),
     "tcpx-overridden": ("tcpx", {"network_plugin": "v3.1.9", "shm": "64Gi", "env": {"NCCL_DEBUG": "WARN"}}),
-    "tcpxo-on-host": ("tcpxo", {"host_network": True}),
-    "gib-on-host": ("gib", {"host_network": True}),
+    "tcpxo-in-pod-on-host": ("tcpxo", {"network_install": "pod", "host_network": True}),
+    "gib-in-pod-on-host": ("gib", {"network_install": "pod", "host_network": True}),
     "gib-claims": ("gib", {"machine": "a4-highgpu-8g", "network_attach": "dra"}),
-    "a4x-queued": ("a4x", {"network_attach": "dra", "queue": "research", "topology": "block"}),
+    "gib-extra-nic": ("gib", {"machine": "a4-highgpu-8g", "extra_nic": True}),
+    "a4x-slices": ("a4x", {"network_attach": "dra", "queue": "research", "topology": "block", "slice_nodes": 2}),
     "roce-on-host": ("roce", {"roce_network": None, "roce_resource": "nvidia.com/hostdev=8", "host_network": True}),
 }  # fmt: skip
 

@@ -102,7 +102,7 @@ def row(state: str, reason: str = "None", start: str = str(START), nodes: str = 
             "gs://bucket/runs/owt",
             {
                 "account": "lab", "partition": "gpu", "qos": "long", "constraint": "h100&ib", "exclude": ["n7"],
-                "gpus": 8, "cpus": 96, "memory": "0", "time": "24:00:00", "exclusive": True,
+                "gpus": 8, "gpu_type": "h100", "cpus": 96, "memory": "0", "time": "24:00:00", "exclusive": True,
                 "network": "ib", "modules": ["cuda/12.8"], "options": ["--licenses=lustre"], "network_test": 60,
                 "secrets": {"WANDB_API_KEY": "~/.wandb"},
             },
