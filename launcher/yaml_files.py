@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ _MISTAKES = {
     "expected <block end>": "is not below the settings of its section; put them below one another",
 }
 
+# Characters that look like a space but are not a space for YAML: web pages and word processors insert U+00A0.
+_ODD_BLANK = re.compile(r"[^\S \t\r\n]|[\u200b\u2060\ufeff]")
+
 
 def load_yaml(text: str) -> Any:
     """Return the value of a YAML text, None for an empty text. A key that a mapping has twice is an error."""
@@ -79,6 +83,10 @@ def load_yaml(text: str) -> Any:
     except ValueError as error:  # a date or a number out of its range
         raise yaml.YAMLError(str(error)) from error
     except yaml.MarkedYAMLError as error:
+        # YAML itself allows a byte order mark at the start.
+        if blank := _ODD_BLANK.search(text, text.startswith("\ufeff")):
+            hint = _odd_blank_message(blank[0], text.count("\n", 0, blank.start()))
+            raise yaml.YAMLError(f"{error}; {hint}") from error
         mark = error.problem_mark
         for part, explanation in _MISTAKES.items():
             if part in str(error.problem) and mark is not None:
@@ -86,6 +94,12 @@ def load_yaml(text: str) -> Any:
         raise
     finally:
         loader.dispose()
+
+
+def _odd_blank_message(character: str, lines_before: int) -> str:
+    name = unicodedata.name(character, "a blank").lower()
+    code = f"line {lines_before + 1} has U+{ord(character):04X} ({name})"
+    return f"{code}, which is not a space for YAML; type a space instead, or quote the value"
 
 
 def _count_values(node: yaml.Node, counts: dict[int, int], duplicates: list[str]) -> int:
@@ -108,5 +122,8 @@ def _count_values(node: yaml.Node, counts: dict[int, int], duplicates: list[str]
                     first_line = lines[key.tag, key.value]
                     duplicates.append(f"{key.value} is given in line {first_line} and again in line {line}")
                 lines[key.tag, key.value] = line
+    elif isinstance(node, yaml.ScalarNode) and not node.style:
+        if blank := _ODD_BLANK.search(node.value):
+            raise yaml.YAMLError(_odd_blank_message(blank[0], node.start_mark.line))
     counts[id(node)] = 1 + sum(_count_values(part, counts, duplicates) for part in parts)
     return counts[id(node)]

@@ -80,13 +80,14 @@ class Collector:
         process, self._process = self._start(begin=True), None
         process.write("finish")
         final, _ = await asyncio.gather(
-            process.end(
-                partial(exported, self._run.storage),
-                on_progress=lambda what, _: emit(StepProgress(step=Step.CHECKPOINTS, what=what)),
-            ),
+            process.end(partial(exported, self._run.storage), on_progress=_show),
             asyncio.to_thread(import_module, "matplotlib.figure"),  # half a second, and the report needs it
         )
         return final
+
+
+def _show(what: str, _: int | None) -> None:
+    emit(StepProgress(step=Step.CHECKPOINTS, what=what))
 
 
 @step_task(Step.CHECKPOINTS.task)

@@ -71,6 +71,8 @@ FLOORS = {"a3-ultragpu-8g": {2: 195.0}, "a4-highgpu-8g": {2: 410.0}}
 class Options(net.PluginOptions):
     network_attach: Literal["networks", "dra"] = "networks"
     """The way in which pods get RDMA cards: Network objects and annotations, or a claim (GKE's managed DRA driver)."""
+    extra_nic: bool = False
+    """The nodes have a second gVNIC (network gvnic-1), which takes the name eth1."""
 
 
 def network(context: net.NetworkContext, options: Options) -> net.Network:
@@ -85,14 +87,21 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
     if options.network_attach == "dra":
         claims.append("rdma")
     release = net.released(options, pairs, name="gib", plugin=image, manifest=_INSTALLERS[context.machine.arch])
-    attached = {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}  # eth1 is for a second gVNIC
+    in_pod = options.network_install == "pod"
+    # eth1 is kept free for the second gVNIC, whether there is one or not.
+    attached = {"eth1": "gvnic-1"} if options.extra_nic else {}
+    attached |= {f"eth{number + 2}": f"rdma-{number}" for number in range(cards)}
     named = () if "rdma" in claims or context.host_network else ("eth0", *attached)
     recipe = f"{GR}/src/helm-charts/{machine.split('-')[0]}"
     tuned = {}
     if machine in TUNERS:
         tuned["NCCL_TUNER_CONFIG_PATH"] = f"{ROOT}/configs/{TUNERS[machine]}"
-        # The recipes run on the host's network, which has eth1 too; without a second gVNIC there is none.
-        tuned["NCCL_SOCKET_IFNAME"] = "eth0"
+        # The recipes run on the host's network, where both are there; without a second gVNIC there is no eth1.
+        tuned["NCCL_SOCKET_IFNAME"] = "eth0,eth1" if options.extra_nic else "eth0"
+    # Brings the plugin and a matching NCCL into the pod (_CHART). Google's DaemonSets leave NCCL to the image.
+    copies = [f"cp -R /var/lib/gib/lib64/. /target{ROOT}/lib64", f"cp -R /var/lib/gib/. /target{ROOT}"]
+    target = net.mount("gib", f"/target{ROOT}")
+    install = net.installer("nccl-plugin-installer", release.plugin, ["set -ex", net.INSTALL, *copies], target)
     return net.Network(
         node=NodeNetwork(
             name="gib",
@@ -105,9 +114,10 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
             **release.node,
         ),
         annotations=net.interface_annotations(attached) if named else {},
+        init_containers=(install,) if in_pod else (),
         volumes=(
             net.volume("libraries", "/home/kubernetes/bin/nvidia"),
-            net.volume("gib", "/home/kubernetes/bin/gib"),
+            net.volume("gib", None if in_pod else "/home/kubernetes/bin/gib"),
         ),
         mounts=(net.mount("libraries", "/usr/local/nvidia"), net.mount("gib", ROOT)),
         # RDMA pins memory. CTK's A4X Max JobSet adds it; CEA's test for the others gets by without. INFERRED for them.

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -36,6 +36,9 @@ https://github.com/distribution/reference (splitDockerDomain)."""
 COMPONENT = r"/[a-z0-9]+([._-]+[a-z0-9]+)*"
 RELEASE = rf"^({TAG}|{HOST}({COMPONENT})+:{TAG}(@sha256:[0-9a-f]{{64}})?)$"
 """A release: the tag of a publisher's image, or a user's own image with the tag of a release."""
+ENTRY = "/scripts/container_entry.sh"
+INSTALL = f"{ENTRY} install --install-nccl"
+"""The command of the images that installs both plugin and NCCL."""
 STOPS = "without the plugin NCCL stops, instead of using sockets"
 REGISTRY = "us-docker.pkg.dev"
 """The registry of Google's plugins and daemons, which a mirror can replace."""
@@ -47,6 +50,8 @@ class PluginOptions(Settings):
     one of the publisher's installer."""
     network_registry: str | None = Field(None, pattern=rf"^{HOST}({COMPONENT})*$")
     """A mirror for the images of plugin and daemon, in place of us-docker.pkg.dev: registry.example.com/google."""
+    network_install: Literal["node", "pod"] = "node"
+    """The place of the plugin: a DaemonSet has installed it on the `node`, or each `pod` installs its own."""
     allow_unqualified_nccl: bool = False
     """Continue with a warning if the plugin is not qualified for the image's NCCL."""
 
@@ -224,6 +229,13 @@ def mount(name: str, path: str, *, read_only: bool = False) -> Object:
     return {"name": name, "mountPath": path, **drop_empty(readOnly=read_only)}
 
 
+def installer(name: str, image: str, commands: Iterable[str], target: Object, *, cpu: str | None = None) -> Object:
+    """The init container that brings plugin and NCCL into the pod, onto the volume that `target` mounts."""
+    resources = {"resources": {"requests": {"cpu": cpu}}} if cpu else {}
+    command = ["/bin/sh", "-c", "; ".join(commands)]
+    return {"name": name, "image": image, "command": command, **resources, "volumeMounts": [target]}
+
+
 def daemon(
     name: str, image: str, command: list[str], *mounts: Object, rights: list[str], privileged: bool,
     variables: Mapping[str, str] | None = None, probe: Object | None = None,
@@ -286,6 +298,14 @@ def image_for(release: str, image: str, tag: str | None, registry: str) -> str:
     return release if "/" in release else f"{image.replace(REGISTRY, registry, 1)}:{tag}"
 
 
+def check_registry(registry: str, images: Iterable[str]) -> tuple[Finding, ...]:
+    """Return an error if a mirror is set but is the source of none of the images."""
+    if registry == REGISTRY or any("/" not in image for image in images):
+        return ()
+    what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
+    return (Finding("error", "network.registry", what, "leave it out, or give tags"),)
+
+
 def released(
     options: PluginOptions, pairs: tuple[ReleasePair, ...], *, name: str, plugin: str, daemon: str = "", manifest: str
 ) -> Released:
@@ -296,8 +316,11 @@ def released(
     pair = find_pair(pairs, tag_of(release), tag_of(daemon_release), name=name, daemon=bool(daemon))
     registry = options.network_registry or REGISTRY
     image = image_for(release, plugin, pair.plugin, registry)
-    # The installer's image may be the publisher's, a mirror's or the user's own.
-    images = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
+    installer = None
+    if options.network_install == "node":
+        # The installer's image may be the publisher's, a mirror's or the user's own.
+        images = (plugin, plugin.replace(REGISTRY, registry, 1), image.partition("@")[0].rpartition(":")[0])
+        installer = Installer(images=images, manifest=manifest)
     # If nothing is known of this release, it may load or fail like another one.
     similar = pair if pair.nccl else next((known for known in pairs if known.nccl), pair)
     return Released(
@@ -315,6 +338,7 @@ def released(
         network={
             "pair": pair,
             "known": pairs,
-            "installer": Installer(images=images, manifest=manifest),
+            "problems": check_registry(registry, [release, daemon_release] if daemon else [release]),
+            "installer": installer,
         },
     )

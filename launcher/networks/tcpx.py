@@ -130,11 +130,18 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
         "--uds_path", SOCKETS, "--setup_param", '\\"--verbose 128 2 0 \\"',
     ]  # fmt: skip
     daemon = net.daemon(DAEMON, release.daemon, command, sockets, rights=["NET_ADMIN"], privileged=on_host)
+    folders, containers, volumes, mounts = [net.LIBRARIES], [daemon], [], []
+    if options.network_install == "pod":
+        # Brings plugin and NCCL into the pod, for nodes without Google's installer (AIP's helm).
+        target, name = net.mount("tcpx-plugin", "/var/lib/tcpx"), "tcpx-nccl-plugin-installer"
+        containers.insert(0, net.installer(name, release.plugin, [net.INSTALL], target, cpu="150m"))
+        folders.insert(0, "/usr/local/tcpx/lib64")
+        volumes, mounts = [net.volume("tcpx-plugin")], [net.mount("tcpx-plugin", "/usr/local/tcpx")]
     return net.Network(
         node=NodeNetwork(
             name="tcpx",
             nccl_net="GPUDirectTCPX_v7",
-            library_paths=(net.LIBRARIES,),
+            library_paths=tuple(folders),
             interfaces=("eth0", *NETWORKS),
             socket=f"{SOCKETS}/rx_rule_manager",
             shm_bytes=8 * net.GIB,
@@ -144,19 +151,20 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
             **release.node,
         ),
         annotations={} if on_host else net.interface_annotations(NETWORKS) | net.device_annotation(DAEMON, net.GPUS),
-        init_containers=(daemon,),
+        init_containers=containers,
         volumes=[
             net.volume("libraries", "/home/kubernetes/bin/nvidia/lib64"),
             net.volume("tcpx-socket"),
             net.volume("sys", "/sys"),
             net.volume("proc-sys", "/proc/sys"),
+            *volumes,
         ],
-        mounts=[net.mount("libraries", net.LIBRARIES), sockets],
+        mounts=[net.mount("libraries", net.LIBRARIES), sockets, *mounts],
         # GPU memory is pinned; the devices and the daemon's socket are root's.
         capabilities=("IPC_LOCK", net.OTHERS_FILES),
         privileged=on_host,
         environment=(*COMMON, *(BEFORE if former else SINCE_JUNE_2026), *OURS, *net.reported(source=_CONFIG)),
-        scripted=(net.library_path(net.LIBRARIES, source=_README),),
+        scripted=(net.library_path(*folders, source=_README),),
         shm_bytes=128 * net.GIB,  # that of XPK's decorator
         without_stack=_WITHOUT_STACK,
         **release.network,

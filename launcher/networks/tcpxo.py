@@ -88,8 +88,11 @@ HEALTH = "/run/health-check"
 
 
 def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Network:
+    # Without gib's extra_nic: on A3 Mega a second gVNIC would take the place of a GPU's card (NVIDIA's docs of AICR,
+    # gke-tcpxo-networking).
     release = net.released(options, PAIRS, name="tcpxo", plugin=PLUGIN_IMAGE, daemon=DAEMON_IMAGE, manifest=_INSTALLER)
     on_host = context.host_network
+    folders, containers = [net.LIBRARIES], [_daemon(release, privileged=on_host)]
     volumes = [
         net.volume("libraries", "/home/kubernetes/bin/nvidia/lib64"),
         net.volume("sys", "/sys"),
@@ -101,14 +104,21 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
         volumes.append(net.volume("aperture-devices", APERTURES))
         mounts.append(net.mount("aperture-devices", APERTURES))
         variables.append(net.Variable("NCCL_FASTRAK_LLCM_DEVICE_DIRECTORY", APERTURES, _MANIFEST))
+    if options.network_install == "pod":
+        folders.insert(0, f"{OWN}/lib64")
+        volumes.append(net.volume("nccl-plugin"))
+        mounts.append(own := net.mount("nccl-plugin", OWN))
+        # Brings plugin and NCCL into the pod (_CHART). --nccl-buildtype is no flag of the released installers.
+        commands = ["set -ex", f"chmod 755 {net.ENTRY}", net.INSTALL, f"cp -r /var/lib/tcpxo/* {OWN}/"]
+        containers.insert(0, net.installer("nccl-plugin-installer", release.plugin, commands, own))
     return net.Network(
         node=NodeNetwork(
             name="tcpxo",
             # `Using network FasTrak`: tcpdirect_plugin/fastrak_offload/fastrak_plugin.cc of the plugin's source.
             nccl_net="FasTrak",
             # Its variants ll128 and nvlstree are links into /var/lib/tcpxo, which dangle in a pod.
-            scripts=(f"{net.LIBRARIES}/nccl-env-profile.sh",),
-            library_paths=(net.LIBRARIES,),
+            scripts=(f"{folders[0]}/nccl-env-profile.sh",),
+            library_paths=tuple(folders),
             interfaces=("eth0", *NETWORKS),
             socket="127.0.0.1:7332",
             glibc="2.35" if _version(release.pair.plugin) >= (1, 0, 9) else None,
@@ -119,7 +129,7 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
         annotations=annotations,
         labels={"tcpxo": "daemon"},
         anti_affinity={"tcpxo": "daemon"},
-        init_containers=(_daemon(release, privileged=on_host),),
+        init_containers=containers,
         volumes=volumes,
         mounts=mounts,
         # The script, the aperture devices and the daemon's socket are root's; neither XPK nor CTK adds a capability.
@@ -127,12 +137,12 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
         privileged=on_host,
         # Variables that the script needs, and must not overwrite.
         environment=(
-            net.Variable("NCCL_LIB_DIR", net.LIBRARIES, _PROFILE, "the script stops without it"),
+            net.Variable("NCCL_LIB_DIR", folders[0], _PROFILE, "the script stops without it"),
             *variables,
             net.Variable("GLOO_SOCKET_IFNAME", "eth0", _PROFILE, "as NCCL_SOCKET_IFNAME; INFERRED"),
             *net.reported(source=_PROFILE),
         ),
-        scripted=(*SCRIPTED, net.library_path(net.LIBRARIES, source=_MANIFEST)),
+        scripted=(*SCRIPTED, net.library_path(*folders, source=_MANIFEST)),
         shm_bytes=250 * net.GIB,  # GR's chart (_CHART)
         **release.network,
     )

@@ -133,7 +133,7 @@ class PlatformSettings(Settings):
         return self._changed(network_test=0, env=env, allow_tcp_fallback=True)
 
     def for_one_process(self) -> Self:
-        return self._changed(nodes=1, processes_per_node=1, network_test=0)
+        return self._changed(nodes=1, processes_per_node=1, network_test=0, slice_nodes=None)
 
     def _changed(self, **changes: Any) -> Self:
         fields = type(self).model_fields

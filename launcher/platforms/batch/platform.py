@@ -115,6 +115,11 @@ class BatchPlatform:
             best = networks_of(machine)[0]
             what = f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP"
             yield found("network", what, "for the full speed take platform.kind=gke", "warning")
+        hyperdisk_only = settings.machine.startswith(("a4-", "a4x-", "a3-ultragpu"))
+        if hyperdisk_only and not settings.boot_disk_type.startswith("hyperdisk"):
+            what = f"platform.boot_disk_type={settings.boot_disk_type} does not go with {settings.machine}"
+            yield found("boot-disk", what, "take hyperdisk-balanced")
+
         image = settings.boot_image or f"batch-{settings.os}"
         cos = image == "batch-cos" or "cos-cloud" in image or "/cos-" in image
         if cos != (settings.os == "cos"):  # which has no nvidia-ctk and a firewall of its own
@@ -126,6 +131,15 @@ class BatchPlatform:
         if not is_remote(folder) and (settings.nfs is None or not folder.startswith(inside)):
             what = f"VMs do not see the run's folder {folder}: platform.nfs={settings.nfs}, platform.nfs_path={inside}"
             yield found("root", what, "set root to gs://bucket/prefix, or to a folder of a file server: platform.nfs")
+
+        where = settings.location
+        if settings.subnetwork and f"/regions/{where}/" not in f"/{settings.subnetwork}":
+            what = f"platform.subnetwork={settings.subnetwork} is not in platform.location={where}"
+            yield found("subnetwork", what, f"name one of {where}: projects/…/regions/{where}/subnetworks/…")
+        if not settings.external_ip and not settings.subnetwork:
+            what = "VMs without external addresses reach Google's services through Private Google Access only"
+            fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
+            yield found("external-ip", what, fix, "warning")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.

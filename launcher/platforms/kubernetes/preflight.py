@@ -77,6 +77,14 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
             what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
             fix = "root: gs://bucket/prefix, or a folder in platform.pvc_path with platform.pvc"
             yield error("root-not-shared", what, fix)
+    if settings.host_network and settings.service_account is not None:
+        what = "pods on the host's network may get the node's identity instead of platform.service_account's"
+        fix = "give the node pool's service account access to the root, or leave platform.host_network out"
+        yield warning("host-network-identity", what, fix)
+    # https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms: 30 s from the notice to the end.
+    if settings.spot and settings.grace_period > 25:
+        what = f"ranks are given {settings.grace_period} s to save, and Spot VMs are gone 30 s after their notice"
+        yield warning("spot-grace", what, "set platform.grace_period to 25 or less")
     if settings.uid == 0 and not fabric.root:  # some networks need root
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
         yield warning("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
@@ -187,8 +195,8 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
     if installer is not None:
         wanted = pair.plugin if pair is not None else None
         if not installed:
-            what = f"no DaemonSet installs the plugin of {network} on the nodes"
-            yield error("installer", what, _apply(installer.manifest))
+            fix = f"{_apply(installer.manifest)}, or set platform.network_install=pod"
+            yield error("installer", f"no DaemonSet installs the plugin of {network} on the nodes", fix)
         elif wanted not in installed.values():
             name, tag = next(iter(installed.items()))
             what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"

@@ -214,12 +214,15 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
         # https://github.com/GoogleCloudPlatform/gcs-fuse-csi-driver/blob/5fcdc04a/docs/troubleshooting.md
         annotations["gke-gcsfuse/volumes"] = "true"
         annotations |= {f"gke-gcsfuse/{what}-limit": "0" for what in ("cpu", "memory", "ephemeral-storage")}
+    # https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas
+    label = "cloud.google.com/gce-topology-"
     if settings.topology is not None:
-        how, label = "required" if settings.topology_required else "preferred", settings.topology
-        if label in {"block", "subblock", "host"}:
-            # https://docs.cloud.google.com/ai-hypercomputer/docs/workloads/schedule-gke-workloads-tas
-            label = f"cloud.google.com/gce-topology-{label}"
-        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = label
+        how = "required" if settings.topology_required else "preferred"
+        prefix = label if settings.topology in {"block", "subblock", "host"} else ""
+        annotations[f"kueue.x-k8s.io/podset-{how}-topology"] = f"{prefix}{settings.topology}"
+    if settings.slice_nodes is not None:
+        annotations["kueue.x-k8s.io/podset-slice-required-topology"] = f"{label}subblock"
+        annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
     if settings.flex_start and settings.queue is not None:
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start_duration)
     # With the group, the trainer can write to volumes and to a claim's files. Such a pod has no user if the daemons of

@@ -82,6 +82,8 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     """Keep the nodes together: block, subblock, host, or any label that is a level of Kueue's Topology."""
     topology_required: bool = False
     """Wait until the whole job fits into one such domain, rather than prefer it."""
+    slice_nodes: PositiveCount | None = None
+    """Number of nodes to place together in one subblock; A4X recipes take 16, of the 18 that share NVLink."""
     spot: bool = False
     """Spot VMs: cheap, and taken away at any time with a notice of 30 seconds."""
     flex_start: bool = False
@@ -152,8 +154,10 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         ways = [name for name in ("cluster", "kubeconfig", "in_cluster") if getattr(self, name)]
         if len(ways) > 1:
             raise ValueError(f"platform.{' and platform.'.join(ways)} name different ways to a cluster; keep one")
-        if self.queue is None and self.topology is not None:
-            raise ValueError("platform.topology is Kueue's to arrange; name a platform.queue")
+        if self.queue is None and (self.topology, self.slice_nodes) != (None, None):
+            raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
+        if self.slice_nodes is not None and self.nodes % self.slice_nodes:
+            raise ValueError(f"platform.nodes={self.nodes} is no multiple of slice_nodes={self.slice_nodes}")
         if self.flex_start != (self.flex_start_duration is not None):
             raise ValueError("platform.flex_start=true needs platform.flex_start_duration, and the reverse; set both")
         if self.spot and self.flex_start:

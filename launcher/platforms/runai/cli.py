@@ -144,8 +144,11 @@ class Cli:
         argv = [settings.cli, *dialect.submit, job.attempt_name, "--project", settings.project]
         if dialect.generation == "v1":
             argv.insert(-3, "--name")
-            spellings = ("--pvc-exists", "--pvc-exist")  # the page and its snippet spell the flag differently
+            # The page and its snippet spell the flag differently. Releases before 2.10 have neither.
+            spellings = ("--pvc-exists", "--pvc-exist", "--pvc")
             pvc = next(filter(dialect.has, spellings), spellings[0])
+            if pvc == "--pvc":
+                claims = [f"{claim.name}:{claim.path}" for claim in settings.claims]
             flags += [
                 Flag("platform.gpus", "--gpu", f"{settings.gpus:g}"),
                 Flag("platform.cpus", "--cpu", settings.cpus),

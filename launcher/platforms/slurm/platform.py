@@ -15,6 +15,7 @@ from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 from typing import Annotated, ClassVar, NamedTuple
 
+import psutil
 from pydantic import Field
 
 from launcher.errors import (
@@ -119,6 +120,7 @@ _AS_WRITTEN = (
     " SBATCH_* | SCANCEL_* | SCONTROL_* | SACCT_* | SINFO_* | SQUEUE_* | SLURM_*) unset $name ;;"
     ' esac; done; [ "$1" = sbatch ] || export SLURM_TIME_FORMAT=%s; exec "$@"'
 )
+_LOCAL_DISKS = {"ext4", "ext3", "xfs", "btrfs", "tmpfs", "overlay", "apfs"}
 
 
 class _Row(NamedTuple):
@@ -175,8 +177,15 @@ class SlurmPlatform:
         return render(job, self._settings)
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        settings, table = self._settings, ""
+        settings, directory = self._settings, SlurmJob.of(submission.job_id).directory
         yield from settings.fabric.problems
+        if not is_remote(directory):
+            disks = [disk for disk in psutil.disk_partitions(all=True) if directory.startswith(disk.mountpoint)]
+            kind = max(disks, key=lambda disk: len(disk.mountpoint)).fstype if disks else ""
+            if kind in _LOCAL_DISKS:
+                what = f"the run's folder {directory} is on a disk of this machine ({kind}), which nodes may not see"
+                yield Finding("warning", "slurm.root", what, "take a root on a file system that all nodes mount")
+        table = ""
         try:
             printed = self._run("sinfo", "-h", "-o", "%P %a %l %D %G")
             table = "\n".join(re.findall(r"^\S+ (?:up|down|drain|inact) \S+ \d+ \S+$", printed, re.MULTILINE))

@@ -92,6 +92,11 @@ def _check_directory(directory: str) -> None:
 
 
 def _flags(job: Job, settings: SlurmPlatformConfig) -> list[str]:
+    gpus: object = settings.gpus
+    if settings.gres:
+        gpus = None
+    elif settings.gpus and settings.gpu_type:
+        gpus = f"{settings.gpu_type}:{settings.gpus}"
     options = {
         "job-name": job.attempt_name,
         "comment": " ".join(f"{name}={value}" for name, value in job.all_labels.items()),
@@ -103,7 +108,7 @@ def _flags(job: Job, settings: SlurmPlatformConfig) -> list[str]:
         "exclude": ",".join(dict.fromkeys((*settings.exclude, *job.exclude_nodes))),
         "nodes": job.nodes,
         "ntasks-per-node": 1,
-        "gpus-per-node": settings.gpus if not settings.gres else None,
+        "gpus-per-node": gpus,
         "gres": settings.gres,
         "cpus-per-task": settings.cpus,
         "mem": settings.memory,

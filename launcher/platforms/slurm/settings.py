@@ -81,6 +81,8 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     """The number of nodes; each starts one torchrun."""
     gpus: Count = Field(0, ge=0, le=16)
     """GPUs of each node."""
+    gpu_type: str | None = Field(None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """The type of the GPUs, as the cluster calls it."""
     gres: str | None = Field(None, pattern=_WORD)
     """Generic resources of each node, in place of `--gpus-per-node`, where a cluster wants that: gpu:h100:8."""
     cpus: Count | None = Field(None, gt=0, json_schema_extra=without_default)
