@@ -148,7 +148,7 @@ class Cli:
             spellings = ("--pvc-exists", "--pvc-exist", "--pvc")
             pvc = next(filter(dialect.has, spellings), spellings[0])
             if pvc == "--pvc":
-                claims = [f"{claim.name}:{claim.path}" for claim in settings.claims]
+                claims = [f"{claim.name}:{claim.path}" for claim in settings.pvcs]
             flags += [
                 Flag("platform.gpus", "--gpu", f"{settings.gpus:g}"),
                 Flag("platform.cpus", "--cpu", settings.cpus),
