@@ -689,7 +689,9 @@ def logs(
 
     async def show(attempts: Attempts, record: AttemptRecord) -> None:
         platform, job_id = attempts.platform_of(record), record.job_id
-        prefix = f"{attempts.run}  " if len(resolved.runs) > 1 else ""
+        prefix = ""
+        if len(resolved.runs) > 1:
+            prefix = f"{attempts.run}  "
 
         def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:

@@ -163,4 +163,6 @@ async def ship_code(code: CodeArchive, root: str) -> None:
     storage = open_storage(root)
     is_new = await asyncio.to_thread(code.ship, storage)
     address = storage.address(code.path)
-    emit(Note(what=f"code: {address}" if is_new else f"code: {address} (exists already)"))
+    if not is_new:
+        address += " (exists already)"
+    emit(Note(what=f"code: {address}"))

@@ -150,7 +150,9 @@ class LiveArtifacts(ProgressReporter):
         return seen.percent, ", ".join(facts)
 
     async def show(self) -> None:
-        state = "Training" if self._rows else "Running"
+        state = "Running"
+        if self._rows:
+            state = "Training"
         if self.queued:
             state = "Queued"
         if state != self._state and await show_state(state):

@@ -273,7 +273,9 @@ class Inspection:
             action = f"continue from step {self.saved_step:,} of {length}"
         else:
             action = f"train {length}"
-        return action if self.cost is None else f"{action}, {self.cost}"
+        if self.cost is not None:
+            action += f", {self.cost}"
+        return action
 
 
 def _image_action(config: RunConfig) -> str:
@@ -401,7 +403,9 @@ def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> l
 
     rows = []
     for title, inspection in inspections.items():
-        memory = 0 if inspection.needs is None else inspection.needs.likely
+        memory = 0
+        if inspection.needs is not None:
+            memory = inspection.needs.likely
         flops = inspection.flops(inspection.steps)
         rows.append(row(title or "as it is written", inspection.training(), flops, memory, inspection.run.name))
     remaining = [i.remaining_steps for i in inspections.values() if i.remaining_steps is not None]

@@ -73,7 +73,9 @@ def build_here(build: Build, *, program: str, log: Log, pause: Pause = time.slee
             with tempfile.NamedTemporaryFile() as file:
                 run(["push", *_plain_http(build.tag), f"--digestfile={file.name}", build.tag])
                 digests = Path(file.name).read_text("utf-8").split()
-        return digests[-1] if digests else resolve(build.tag).partition("@")[2]
+        if not digests:
+            return resolve(build.tag).partition("@")[2]
+        return str(digests[-1])
 
     # A retry does not send the layers again that the registry has. Engines retry single requests themselves.
     for seconds in (2.0, 10.0):

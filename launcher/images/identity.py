@@ -51,7 +51,9 @@ class SoftwareIdentity:
     @property
     def revision(self) -> str:
         """The commit as people name it; empty outside a repository."""
-        return f"commit {self.commit[:10]}{' with changes' if self.dirty else ''}" if self.commit else ""
+        if not self.commit:
+            return ""
+        return f"commit {self.commit[:10]}{' with changes' if self.dirty else ''}"
 
     def listed(self, *names: str) -> list[str]:
         return [f"{name} {self.packages[name]}" for name in names if name in self.packages]

@@ -74,8 +74,12 @@ class ImageReference:
         return cls(host=host or _HUB, path=path, repository=f"{host}/{path}" if host else path, tag=tag, digest=digest)
 
     def __str__(self) -> str:
-        tag = f":{self.tag}" if self.tag else ""
-        return f"{self.repository}{tag}" + (f"@{self.digest}" if self.digest else "")
+        text = self.repository
+        if self.tag:
+            text += f":{self.tag}"
+        if self.digest:
+            text += f"@{self.digest}"
+        return text
 
 
 def is_local(host: str) -> bool:

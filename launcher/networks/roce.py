@@ -67,7 +67,9 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
         node = NodeNetwork(name="roce", nccl_net="IB", interfaces=named_interfaces, hca="mlx5", shm_bytes=net.GIB)
         return net.Network(node=node, environment=(*ENVIRONMENT, *net.reported(source=_EPFL)), shm_bytes=net.GIB)
     attached, requested = options.roce_network or "", options.roce_resource or ""
+    floor: dict[int, float] = {}  # of one site's cards: the speed of others is not known
     if context.carrier is net.Carrier.MULTUS:
+        floor = FLOOR
         attached, requested = attached or ATTACHMENT, requested or RESOURCE
     attachments: list[str] = []
     if not context.host_network:
@@ -101,8 +103,7 @@ def network(context: net.NetworkContext, options: Options) -> net.Network:
             hca="mlx5",
             gpus=context.machine.gpus if context.machine else 0,
             shm_bytes=net.GIB,
-            # Of one site's cards; what others' reach is not known.
-            floor_gbytes=FLOOR if context.carrier is net.Carrier.MULTUS else {},
+            floor_gbytes=floor,
         ),
         annotations=drop_empty(**{net.MULTUS: ",".join(attachments)}),
         resources=resources,

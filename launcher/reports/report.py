@@ -117,7 +117,9 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
     if dataset is not None:
         bits = bits_per_byte(nats, dataset.tokens, dataset.text_bytes)
     device = start.get("device_name") or str(start.get("device", "")).partition(":")[0]
-    processes = f"{start['world_size']:,}" if "world_size" in start else ""
+    processes = NOTHING
+    if "world_size" in start:
+        processes = " on ".join(filter(None, (f"{start['world_size']:,}", device)))
     loaded_back = in_transformers = NOTHING
     if final is not None:
         loaded_back, in_transformers = _differing(final.logits_difference), "; ".join(final.findings)
@@ -139,7 +141,7 @@ def figures(report: RunReport) -> tuple[Pairs, Pairs]:
         ("Attempts", str(report.attempts)),
         ("Machines avoided", ", ".join(report.avoided) or NOTHING),
         ("Cost", shown(str, final and final.cost)),
-        ("Processes", " on ".join(filter(None, (processes, device))) if processes else NOTHING),
+        ("Processes", processes),
         ("Precision", str(start.get("precision", NOTHING))),
         ("MFU", share_text(median(used or [math.nan]))),
         ("Peak memory", shown(bytes_text, progress.memory)),
@@ -314,9 +316,11 @@ def live_markdown(rows: Sequence[Row]) -> str:
     progress = summary(rows)
     if not rows:
         return "The job has not reported a step yet.\n"
-    percent = f" ({progress.percent:.0f} %)" if progress.steps else ""
+    steps = _of_steps(progress)
+    if progress.steps:
+        steps += f" ({progress.percent:.0f} %)"
     figures = (
-        ("Step", _of_steps(progress) + percent),
+        ("Step", steps),
         ("Loss", loss_text(progress.loss)),
         ("Validation loss", loss_text(progress.validation_loss)),
         ("Tokens seen", count_text(progress.tokens)),

@@ -126,7 +126,9 @@ class Attempts:
         last = self.last()
         if last is None:
             return 1
-        return last.number if last.status.state.is_live else last.number + 1
+        if last.status.state.is_live:
+            return last.number
+        return last.number + 1
 
     def cleanup_last_attempt(self) -> None:
         """Remove the remaining resources of the last attempt, if it was submitted and has ended: they must not compete
@@ -168,7 +170,9 @@ class Attempts:
 
     def remaining_resources(self) -> tuple[str, ...]:
         record = self.index.last(self.run)
-        return () if record is None else self.platform_of(record).remaining_resources(record.job_id)
+        if record is None:
+            return ()
+        return self.platform_of(record).remaining_resources(record.job_id)
 
     def recorded_end(self, record: AttemptRecord) -> JobStatus | None:
         end = self.index.end_of(record)

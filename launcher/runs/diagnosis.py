@@ -92,10 +92,14 @@ class Diagnosis:
         """Return the node and rank as the end of a phrase; empty if they are unknown."""
         if self.node is None:
             return ""
-        return f" on node {self.node}" + ("" if self.rank is None else f", rank {self.rank}")
+        if self.rank is None:
+            return f" on node {self.node}"
+        return f" on node {self.node}, rank {self.rank}"
 
     def __str__(self) -> str:
-        machine = f"  machine: {self.machine}\n" if self.machine else ""
+        machine = ""
+        if self.machine:
+            machine = f"  machine: {self.machine}\n"
         advice = f"  what to do: {ADVICE[self.fault]}\n  logs: {self.logs}"
         return f"{self.fault}{self.culprit}: {self.evidence}\n{machine}{advice}"
 
@@ -255,15 +259,15 @@ def _reported(report: NodeReport) -> RootCauseCandidate:
     if fault is FailureClass.PREEMPTED or f"litgpt_demo.errors.{message.partition(chr(10))[0]}" in traceback:
         traceback = ()
     evidence = "\n    ".join([message, *explained, *traceback])
-    role, began, step = Role.CAUSE, None, None
+    role, began, step = Role.CAUSE, math.inf, None
     if fault is FailureClass.NETWORK:
         role = Role.LOST_PEER
     elif fault is FailureClass.HANG:
-        began = cause.time
+        began = cause.time or math.inf
         if cause.waits:
             role = Role.WAITED
     elif fault is FailureClass.PREEMPTED:
-        began = report.signalled_at
+        began = report.signalled_at or math.inf
     elif fault is FailureClass.NODE and not explained and is_gpu_error(evidence):
         step = cause.step
     if cause.held:  # it continued when its stacks were requested, and so did the ranks that waited for it
@@ -276,7 +280,7 @@ def _reported(report: NodeReport) -> RootCauseCandidate:
         evidence=evidence,
         role=role,
         ended=report.ended,
-        began=math.inf if began is None else began,
+        began=began,
         hardware=is_hardware,
         host=report.host,
     )

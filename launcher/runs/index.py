@@ -194,7 +194,9 @@ class Index:
     def last(self, run: str) -> AttemptRecord | None:
         """Return the last attempt of a run, None before the first. No other record is read."""
         attempts = self._attempts_of(run, ".json")
-        return self._record(max(attempts)) if attempts else None
+        if not attempts:
+            return None
+        return self._record(max(attempts))
 
     def newest(self, bad: DamagedRecords | None = None) -> list[AttemptRecord]:
         """Return the last attempt of every run of this root, the newest first; `bad` gets the damaged records."""

@@ -72,7 +72,9 @@ def _ended(job: Job, task: Task) -> EndedTask:
     if code == _TOO_LONG and _waited_in_vain(job, events):
         why = f"Batch's {_TOO_LONG}: its peers were not there within platform.startup_timeout"
         code = EXIT_CODES[FailureClass.NETWORK]
-    message = f"node {node} failed without an exit code" if code is None else f"node {node} ended with {code}"
+    message = f"node {node} ended with {code}"
+    if code is None:
+        message = f"node {node} failed without an exit code"
     if why:
         message = f"{message} ({why})"
     return EndedTask(node, state == "FAILED", code, at, message)
@@ -110,7 +112,7 @@ def status_of(job: Job, tasks: Sequence[Task], *, now: float, grace_period: floa
     if state.is_final:
         end = _time_of(job, "SUCCEEDED", "FAILED", "CANCELLED")
         if end is None:
-            end = done[-1].at if done else 0.0
+            end = max((task.at for task in done), default=0.0)
         if state is not JobState.CANCELLED and now < end + settle:
             state = JobState.RUNNING
             details.append("its last lines are on their way")

@@ -334,4 +334,4 @@ def _located(thing: ApiObject) -> str:
     since = states.unreachable_since(thing)
     if since:
         return f"{name} on {machine}, which has not answered since {since}"
-    return f"{name} on {machine}" if machine else str(name)
+    return " on ".join(filter(None, (name, machine)))

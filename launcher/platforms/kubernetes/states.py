@@ -172,7 +172,9 @@ def status_of(workload: Object | None, pods: Iterable[Object], seen: Seen) -> Jo
     kind, meta, restart, nodes = workload["kind"], workload["metadata"], restarts_of(workload), nodes_of(workload)
     present = [pod for pod in pods if restart_of(pod) == restart]
     up = sum(map(began, present))
-    restarted = f", restarted {restart} times" if restart else ""
+    restarted = ""
+    if restart:
+        restarted = f", restarted {restart} times"
     end = final(workload)
     if end is not None and end["type"] == "Failed":
         state = JobState.FAILED

@@ -300,13 +300,15 @@ class SlurmPlatform:
 
     def _ended(self, job: SlurmJob, record: SlurmSubmission | None, row: _Row | None) -> JobStatus:
         attempt = open_storage(job.directory)
-        blocked = FAILED.fullmatch(row.comment) if row else None
-        patience = 0.0
-        if row is not None and not blocked and job.job_id not in self._settled:
-            patience = self._settle
+        state, native = JobState.FAILED, "no longer known to Slurm"
+        blocked, started, patience, evictions = None, None, 0.0, dict[int, str]()
+        if row is not None:
+            state, native, started = row.job_state, row.native, _moment(row.start)
+            blocked = FAILED.fullmatch(row.comment)
+            if not blocked and job.job_id not in self._settled:
+                patience = self._settle
         codes = exit_codes(attempt, nodes=job.nodes, patience=patience)
         self._settled.add(job.job_id)
-        state = row.job_state if row else JobState.FAILED
         if attempt.exists(CANCELLED):
             state = JobState.CANCELLED
         elif len(codes) == job.nodes and not any(codes.values()):
@@ -318,17 +320,11 @@ class SlurmPlatform:
         elif state is JobState.SUCCEEDED and any(codes.values()):
             state = JobState.FAILED
         if blocked:
-            codes = {0: EXIT_CODES[FailureClass.USER]} | codes
+            codes, evictions = {0: EXIT_CODES[FailureClass.USER]} | codes, {0: blocked[1]}
         if row is not None and row.state in _FAILURE_CLASSES:
             codes = dict.fromkeys(range(job.nodes), EXIT_CODES[_FAILURE_CLASSES[row.state]]) | codes
-        started = _moment(row.start) if row else None
         return JobStatus(
-            state=state,
-            native=row.native if row else "no longer known to Slurm",
-            exit_codes=codes,
-            started=started,
-            scheduled=started,
-            evictions={0: blocked[1]} if blocked else {},
+            state=state, native=native, exit_codes=codes, started=started, scheduled=started, evictions=evictions
         )
 
     def _waiting(self, row: _Row) -> JobStatus:
@@ -515,10 +511,14 @@ def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     limit = _LIMIT.fullmatch(reason)
     if limit:
-        whose = "the account's or user's" if reason.startswith("Assoc") else "the quality of service's"
-        kind = "limit on all of its jobs together" if limit["who"] == "Grp" else "limit"
+        whose, kind, fix = "the quality of service's", "limit", "wait for other jobs to end, or ask for less"
+        if reason.startswith("Assoc"):
+            whose = "the account's or user's"
+        if limit["who"] == "Grp":
+            kind = "limit on all of its jobs together"
+        if lasts:
+            fix = "ask for less, or for a higher limit"
         what = f"{whose} {kind} is reached ({reason})"
-        fix = "ask for less, or for a higher limit" if lasts else "wait for other jobs to end, or ask for less"
     severity: Severity = "error" if lasts else "warning"
     return Finding(severity, f"slurm.{reason}", f"job {row.number}: {what}", fix)
 
