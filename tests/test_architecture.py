@@ -15,7 +15,7 @@ from launcher.platforms import PLATFORMS
 CHECKOUT = Path(__file__).parents[1]
 
 # Arrows point downward; skipping is fine, upward never.
-HOUSE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
+HOUSE = ("train_litgpt", "cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
 KNOWS_PREFECT = ("cli", "deployments", "flows", "tasks")
 
 # What takes seconds or hundreds of megabytes to import, or is a cloud's SDK.

@@ -18,7 +18,6 @@ from claims import claim_of
 from console_script import Cli, Said
 
 from cli import main as main_module
-from cli.api import Submitted
 from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, JobFailed, PlatformUnreachable, UnknownRun
@@ -29,6 +28,7 @@ from launcher.runs.sweeps import sweep_name, trials
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.runs import METRICS
+from train_litgpt import Submitted
 
 USER, DATA = EXIT_CODES[FailureClass.USER], EXIT_CODES[FailureClass.DATA]
 UNKNOWN, UNREACHABLE = EXIT_CODES[UnknownRun.fault], EXIT_CODES[PlatformUnreachable.fault]

@@ -10,11 +10,11 @@ import torch
 import yaml
 from waiting import until
 
-from cli.api import submit
 from launcher.config import RunConfig
 from launcher.errors import ConfigProblem
 from launcher.runs.index import Index
 from litgpt_demo.errors import DataError, TrainLitgptError
+from train_litgpt import submit
 
 
 def test_five_lines_of_python_train_a_model(
@@ -29,7 +29,7 @@ def test_five_lines_of_python_train_a_model(
     config.write_text(yaml.safe_dump(tiny().model_dump(mode="json", exclude={"launch"})))
     changes = {"train.max_steps": 6, "train.betas": [0.9, 0.99]}
     # A script or a kernel that ends, and with it whoever reads what the command prints.
-    lines = f"from cli.api import submit; submit({str(config)!r}, {changes!r})"
+    lines = f"from train_litgpt import submit; submit({str(config)!r}, {changes!r})"
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", lines], stdout=subprocess.PIPE) as gone:
         assert gone.wait() == 0
     until(lambda: [*tmp_path.glob("runs/*/attempts/1")], seconds=600)

@@ -1,4 +1,4 @@
-"""The pipeline for a script or a notebook: submit a training, wait for it, read its metrics, take its model."""
+"""The public Python API: submit a training, wait for it, read its metrics, take its model."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def submit(config: str | Path, overrides: Mapping[str, Any] | None = None) -> Su
     settings = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in (overrides or {}).items()]
     run = plan_run(validated(RunConfig, config_document(Path(config), settings), where=str(config)))
     command, errors = [*PYTHON, "-m", "cli", "run", str(config), *settings], TemporaryFile("w+")  # noqa: SIM115
-    lines = os.environ | {"FORCE_COLOR": ""}  # a notebook sets it, which shows none of what a terminal does with them
+    lines = os.environ | {"FORCE_COLOR": ""}  # a notebook sets it, but does not process terminal codes
     process = subprocess.Popen(command, env=lines, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
     return Submitted(run, process, errors)
