@@ -395,7 +395,7 @@ class _ShutdownHandler:
             self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problems[0]}')}")
             self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
         else:
-            self._say(f"cancelled {escape(job.run)}; nothing of it is left")
+            self._say(f"cancelled {escape(job.run)}; no resources remain")
         return not problems
 
     def _end_flow_runs(self, name: Literal["Interrupted", "Cancelled"]) -> None:
@@ -413,8 +413,8 @@ class _ShutdownHandler:
 
 
 def machine_stops() -> bool:
-    """Return True if this machine shuts down: every process then gets SIGTERM, which is no request to cancel a remote
-    job."""
+    """Return True if this machine shuts down: every process then gets SIGTERM, which does not request to cancel a
+    remote job."""
     command = ["systemctl", "is-system-running"]  # https://www.freedesktop.org/software/systemd/man/systemctl.html
     try:
         state = subprocess.run(command, capture_output=True, text=True, timeout=1.0, check=False).stdout

@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
-# that are no emoji.
+# that are not emoji.
 console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
 stderr = Screen(stderr=True, highlight=False, emoji=False)
 
@@ -348,7 +348,7 @@ def generate(
     text: Annotated[str, typer.Argument(help="The beginning; without it the model begins a document.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most; the end of its document ends it.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(min=1, help="Take only from so many likeliest tokens.")] = 50,
+    top_k: Annotated[int, typer.Option(min=1, help="Sample only from the N likeliest tokens.")] = 50,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:
@@ -718,7 +718,7 @@ def cancel(
     target: Words, overrides: Overrides = None, platform_file: PlatformFile = None, root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Cancel the jobs of a run or a sweep, and prove that nothing of them is left."""
+    """Cancel the jobs of a run or a sweep, and prove that no resources of them remain."""
     resolved = target_of(target, overrides, platform_file, root)
     resolved.index.request_cancel(resolved.name)
     cancelled, problems = cancel_all(resolved.attempts, log=_print_notes)
@@ -727,7 +727,7 @@ def cancel(
     lost = {run: lost_steps(resolved.storage(run)) for run in cancelled}
     _print_json({"name": resolved.name, "cancelled": cancelled, "lost": lost, "problems": list(map(str, problems))})
     for run in cancelled:
-        _say(f"cancelled {escape(run)}; nothing of it is left")
+        _say(f"cancelled {escape(run)}; no resources remain")
         if lost[run]:
             _say(f"{escape(run)}: {lost[run]}")
     for problem in problems:
@@ -735,14 +735,14 @@ def cancel(
     if problems:
         raise typer.Exit(problems[0].exit_code)
     if not cancelled:
-        _say(f"nothing of {escape(resolved.name)} was running: every attempt has ended")
+        _say(f"{escape(resolved.name)} has no running job: every attempt has ended")
 
 
 @app.command()
 def cleanup(
     root: Root = DEFAULT_ROOT,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it without asking.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it without confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the orphaned resources of dead runs, then remove them; jobs of cancelled flow runs are cancelled first.
@@ -779,7 +779,7 @@ def cleanup(
         try:
             if remove_orphaned_resource(index, resource):
                 removed.append(str(resource.job_id))
-                _say(escape(f"removed {resource.job_id}; nothing of it is left"))
+                _say(escape(f"removed {resource.job_id}; no resources remain"))
             else:
                 _say(escape(f"{resource.run} is running again, and was not changed"))
         except TrainLitgptError as error:

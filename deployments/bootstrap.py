@@ -43,7 +43,7 @@ CONFIGS = CHECKOUT / "deployments" / "configs"
 POOL = "litgpt-local"
 
 _FOUND = {True: "there", False: "started"}
-_STARTUP = 180.0  # seconds: a fresh database is migrated first, which alone takes 15 s on two idle cores
+_STARTUP = 180.0  # seconds: a fresh database is migrated first, which takes 15 s on two idle cores
 _GRACE = 20.0  # seconds between SIGTERM and SIGKILL: a Prefect server takes 3 to end
 
 
@@ -52,7 +52,7 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
     notify = _notify()
     home, api = serving_home(), f"http://127.0.0.1:{port}/api"
     is_served = _is_served(port)
-    # The second of the server's two UIs, which alone draws charts. Without this, Prefect names the first.
+    # The second of the server's two UIs: only this one draws charts. Without this, Prefect names the first.
     file, ui = environment_file(home), f"http://127.0.0.1:{port}/v2"
     secret = os.environ.get(SERVER_AUTH) or os.environ.get(AUTH) or settings_in(file).get(AUTH) or serving.new_secret()
     addresses = {"PREFECT_API_URL": api, "PREFECT_UI_URL": ui, AUTH: secret, "DO_NOT_TRACK": "1"}
@@ -132,7 +132,7 @@ def _notify() -> str:
     if notify and not notify.startswith(("https://", "http://")):
         raise ConfigProblem(f"{NOTIFY} is not the address of a webhook", fix="give one that begins with https://")
     if notify and not is_protected(notify):  # the address is a secret, and a notice has words of logs
-        what = f"{NOTIFY} begins with http:// and leads to another machine, so that anybody on the way could read it"
+        what = f"{NOTIFY} begins with http:// and leads to another machine, so that every host on the way could read it"
         raise ConfigProblem(what, fix="give an address that begins with https://")
     return notify
 
@@ -211,7 +211,7 @@ def _end(name: str) -> bool:
 
 
 async def _bring_up_to_date(notify: str) -> None:
-    """Create or change the automations, and settle what became of flow runs while nobody listened.
+    """Create or change the automations, and update flow runs whose events no automation received.
 
     Notices go to `notify` from now on; if it is empty, to the address of before, if there was one.
     """

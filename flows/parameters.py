@@ -125,7 +125,7 @@ def with_config_parameters(
 
 
 def deployed() -> bool:
-    """Return True if this flow run is a deployment's. Prefect's `runtime.deployment` would ask the API each time."""
+    """Return True if this flow run is a deployment's. Prefect's `runtime.deployment` would query the API each time."""
     context = FlowRunContext.get()
     return context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
 
@@ -171,7 +171,7 @@ def acquire_process_lock(flow_run: str) -> bool:
 
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
-    """Cancel every live job that a cancelled flow run started or reattached to, and prove that nothing of them remains.
+    """Cancel every live job that a cancelled flow run started or reattached to, and prove that no resources remain.
 
     Prefect calls this with exactly these keyword names, in a new process that shares nothing with the flow. The jobs
     are found by the flow run's id, in the index of the root that its parameters name. A later attempt of another flow
@@ -193,7 +193,7 @@ def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     if problems:  # all others are cancelled by now
         raise type(problems[0])("; ".join(map(str, problems)), fault=problems[0].fault) from problems[0]
     for run in cancelled:
-        logger.info("cancelled %s; nothing of it remains", run)
+        logger.info("cancelled %s; no resources remain", run)
     if not cancelled:
         logger.info("there was no live job to cancel")
 

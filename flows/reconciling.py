@@ -1,11 +1,11 @@
-"""Flow runs of which Prefect says what is not so.
+"""Flow runs whose state in Prefect is wrong.
 
-It calls them cancelled while their jobs go on: a worker that died heard nothing, and ran no hook. Prefect's server ends
-a flow run that has been "Cancelling" for five minutes by itself; nobody has then told the job's platform. The next to
-look (a worker that starts, an automation, `train-litgpt cleanup`) cancels the job.
+Prefect reports them as cancelled while their jobs still run: a worker that died received no event, and ran no hook.
+Prefect's server itself ends a flow run after five minutes of "Cancelling", but does not cancel the job. The next check
+(a worker that starts, an automation, `train-litgpt cleanup`) cancels the job.
 
-Or it calls them running, and their orchestrator died while the server was away: it heard of no crash, and an automation
-that waits for heartbeats has forgotten them. `train-litgpt serve` looks at their leases.
+Or Prefect reports them as running, but their orchestrator died while the server was down: it received no crash, and its
+automation for missing heartbeats has lost them. `train-litgpt serve` checks their leases.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ async def _cancel_jobs_of(client: PrefectClient, parameters: Mapping[str, Any], 
 
 
 def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
-    """Return whether a job's flow runs were cancelled, and none of them may still orchestrate it, as one might that the
-    server does not know."""
+    """Return whether a job's flow runs were cancelled, and all have ended. A flow run that the server does not know
+    may still orchestrate the job."""
     known = [states.get(flow_run, "UNKNOWN") for flow_run in flow_runs]
     return "CANCELLED" in known and all(state in TERMINAL_STATES for state in known)
 

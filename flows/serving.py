@@ -62,7 +62,7 @@ def environment_file(home: Path) -> Path:
 
 def settings_in(file: Path) -> dict[str, str]:
     """Return the settings of such a file; {} if it cannot be read."""
-    with suppress(FileNotFoundError, PermissionError, ValueError):  # the last if somebody edited it
+    with suppress(FileNotFoundError, PermissionError, ValueError):  # the last if a user edited it
         return dict(word.split("=", 1) for word in shlex.split(file.read_text(encoding="utf-8")) if "=" in word)
     return {}
 

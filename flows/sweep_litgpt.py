@@ -45,7 +45,7 @@ from tasks.steps import emit, opaque
 
 PRUNED = "pruned"
 GPUS = "gpus"
-"""The name of Prefect's global concurrency limit that all sweeps share, if somebody has created it."""
+"""The name of Prefect's global concurrency limit that all sweeps share, if a user has created it."""
 
 
 # Trials cancel their own jobs while their orchestrator lives; the sweep's hook is for when it is gone or out of time.
@@ -80,7 +80,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     await acreate_table_artifact(table, key=f"sweep-{sweep}", description="Trials, best first")
     if best is None:
         why = outcomes[0].ended if outcomes else "none was begun"
-        raise LauncherError(f"none of {len(outcomes)} trials has a model; the first: {why}")
+        raise LauncherError(f"no trial of {len(outcomes)} has a model; the first: {why}")
     page = await asyncio.to_thread(sweeps.html, sweep, outcomes, state.search)
     await asyncio.to_thread(state.storage.write, "sweep.html", page.encode())
     await asyncio.to_thread(state.storage.write, "best.yaml", best.encode())

@@ -1,4 +1,4 @@
-"""The pipeline of a training, from raw text to a verified model, and its first step alone."""
+"""The pipeline of a training, from raw text to a verified model, and a flow of only its first stage."""
 
 from __future__ import annotations
 

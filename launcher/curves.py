@@ -38,7 +38,7 @@ class Progress:
     """Until the last step, with the evaluations and checkpoints on the way; None before two steps of this attempt."""
     percent: float
     start: Row
-    """What the newest attempt said of itself when it started; empty where a log was joined too late to hold it."""
+    """The start row of the newest attempt; empty where a log was joined too late to contain it."""
 
     @property
     def facts(self) -> list[str]:
@@ -93,7 +93,7 @@ def _recent(rows: Sequence[Row], name: str) -> float | None:
 
 
 def _as_of(rows: Sequence[Row], step: int, kind: str, name: str) -> float | None:
-    """The newest value at `step` or before it; from the end, because a live view asks again and again."""
+    """The newest value at `step` or before it; from the end, because a live view repeats this query."""
     for row in reversed(rows):
         if row.get("kind") == kind and name in row and int(row["step"]) <= step:
             return float(row[name])

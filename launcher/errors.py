@@ -93,7 +93,7 @@ class PlatformRefused(LauncherError):
 
 
 def rival(job: str, run: str, *, end: str) -> PlatformRefused:
-    """Return the refusal to submit beside a job of the same run and root: the run index was deleted while it ran."""
+    """Return the refusal to submit next to a job of the same run and root: the run index was deleted while it ran."""
     what = f"{job} trains {run} under the same root, and the run index has no record of it"
     fix = f"wait for its end, or end it: {end}"
     return PlatformRefused(f"{what}: two jobs would overwrite each other's files", fix=fix)

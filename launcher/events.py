@@ -69,7 +69,7 @@ class MetricsRow:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsKnown:
-    """The rows of a job that is taken up, which an orchestrator before this one has told."""
+    """The rows that an earlier orchestrator has emitted, of a job that this one reattaches to."""
 
     rows: Sequence[Mapping[str, Any]]
 
@@ -86,7 +86,7 @@ class Note:
     what: str
     severity: str = "info"
     ends: bool = False
-    """It is the last that is told of a trial."""
+    """True for the last event of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ JobPhase: TypeAlias = Literal["submitting", "started", "ended"]
 
 @dataclass(frozen=True, kw_only=True)
 class JobChanged:
-    """A job is being submitted, goes on by itself on its platform from now on, or has ended."""
+    """A job is being submitted, continues by itself on its platform from now on, or has ended."""
 
     phase: JobPhase
     run: str

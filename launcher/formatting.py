@@ -27,7 +27,7 @@ def shown(show: Callable[[Any], str], value: object, otherwise: str = NOTHING) -
 
 
 def setting_text(value: object) -> str:
-    """Four digits of a drawn number, which has 17: they tell the trials of a sweep apart."""
+    """Return four digits of a drawn number, which has 17: they distinguish the trials of a sweep."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

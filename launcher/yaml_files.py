@@ -18,7 +18,7 @@ _LARGEST = 1_000_000
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file. Raises ConfigProblem for anything else."""
     try:
-        with path.open("rb") as file:  # a pipe has no size that could be asked first
+        with path.open("rb") as file:  # a pipe has no size that could be read first
             content = file.read(_LARGEST + 1)
         if len(content) > _LARGEST:
             raise ConfigProblem(f"{path} has more than {_LARGEST:,} bytes, so it is not a config; give a config file")

@@ -119,7 +119,7 @@ class MapExecutor(ExitStack):
         if isinstance(workers, ThreadWorkers):
             self._executor = self.enter_context(futures.ThreadPoolExecutor(count))
         elif isinstance(workers, ProcessWorkers):
-            # The started Pythons do not import from the current folder, which may be somebody else's.
+            # The started Pythons do not import from the current folder, which may be another user's.
             before = {name: value for name, value in os.environ.items() if name == _SAFE_PATH}
             self.callback(os.environ.update, before)
             self.callback(os.environ.pop, _SAFE_PATH)

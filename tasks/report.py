@@ -39,7 +39,7 @@ from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
 from litgpt_demo.storage import MANIFEST, ObjectInfo, bucket_path
 from tasks.steps import emit, report_unreadable, step_task
 
-# Seconds between two updates of what the UI shows; it refreshes on focus, so more often would be for nobody.
+# Seconds between two updates of what the UI shows; it refreshes only on focus, so more often has no effect.
 _UPDATE = 5.0
 # Seconds between two lines in the log: a week of work stays readable.
 LINE = 60.0

@@ -49,7 +49,7 @@ T = TypeVar("T")
 _TAIL = 200  # lines that are kept for the diagnosis
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
 _LONGEST_WHY = 4_000  # characters of a diagnosis in an event: Prefect refuses long ones
-_LOGGED = 40  # lines of node 0 that Prefect's database gets in a minute: NCCL alone prints thousands
+_LOGGED = 40  # lines of node 0 that Prefect's database gets in a minute: NCCL itself prints thousands
 _MOST_CLAIMED = 20  # checkpoints of an attempt that do not exist or are not checked yet; further rows are ignored
 _MOST_WARNINGS = 20  # that are reported of an attempt
 # The warnings of the trainer and of a node's checks, behind the prefix that torchrun adds.
@@ -400,7 +400,7 @@ async def await_job(
     claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease
 ) -> Diagnosis | None:
     """Follow the attempt to its end; return None if it ended well, and its diagnosis otherwise. If the platform stays
-    silent, the job is left alone. Events are emitted while the lease is held."""
+    silent, the job is not changed. Events are emitted while the lease is held."""
     platform, job_id, index = claim.attempts.open_platform(record.platform), record.job_id, claim.attempts.index
     root = index.root.address()
     # The lines that an earlier orchestrator has logged are not logged again.
@@ -409,7 +409,7 @@ async def await_job(
         try:
             with suppress(PlatformUnreachable):
                 await asyncio.to_thread(platform.logs, job_id, position)
-        except ValueError:  # somebody else has written it: the log is read from its beginning
+        except ValueError:  # another program has written it: the log is read from its beginning
             position = ""
     async with LiveArtifacts(record.run) as live, _take_over_lease(lease, record.attempt):
         router = LogRouter(record, root, live, on_row, leads=lambda: lease.is_held)
@@ -433,7 +433,7 @@ async def await_job(
                 on_position=on_position,
                 recorded=partial(claim.attempts.recorded_end, record),
             )
-        except JobRefused as error:  # its nodes are cancelled: the job would start when nobody watches it
+        except JobRefused as error:  # its nodes are cancelled: the job would start unwatched
             native, refused = "refused by its platform", error
             status = JobStatus(state=JobState.FAILED, native=native, has_running_nodes=True)
     router.flush_log()
@@ -465,7 +465,7 @@ async def await_job(
 
 @asynccontextmanager
 async def _take_over_lease(lease: Lease, attempt: int) -> AsyncIterator[None]:
-    """Take the lease once its holder is gone, while an attempt is followed: nobody would emit its events."""
+    """Take the lease once its holder is gone, while an attempt is followed: otherwise none would emit its events."""
 
     async def retry() -> None:
         while True:

@@ -48,7 +48,7 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
     yield from check_root(root)
     memory = psutil.virtual_memory()
     what = f"{bytes_text(memory.available)} of {bytes_text(memory.total)} memory free"
-    fix = "close something: four ranks of torch alone take 2 GB" if memory.available < 4 * _GIB else ""
+    fix = "close other programs: four ranks take 2 GB for torch itself" if memory.available < 4 * _GIB else ""
     yield Finding("warning" if fix else "info", "machine.memory", what, fix)
     shared = Path("/dev/shm")
     if shared.is_dir():
@@ -59,7 +59,7 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
     yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
     gpus = ", ".join(f"{count} {name}" for name, count in Counter(gpu_names()).items())
     yield Finding("info", "machine.gpus", gpus or "no NVIDIA GPU: training runs on the CPU")
-    try:  # listening alone succeeds even where the interface is down
+    try:  # connect too: listening succeeds even where the interface is down
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=3).close()
         yield Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")

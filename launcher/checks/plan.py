@@ -1,6 +1,6 @@
 """The plan of a config: steps that are done by their key, steps that would run, what blocks them, and the next job.
 
-What this machine cannot ask is named, and shown as unknown.
+Facts that this machine cannot query are named, and shown as unknown.
 """
 
 from __future__ import annotations

@@ -429,7 +429,7 @@ def test_a_cancelled_run_is_named(cli: Cli, running: Path, monkeypatch: pytest.M
     monkeypatch.setattr("launcher.platforms.local.platform.LocalPlatform.cancel", lambda *_: None)
     write_metrics(running.parents[1])
     lines = cli("cancel", "training.yaml").out
-    assert lines.startswith(f"cancelled {run}; nothing of it is left\n{run}: steps 1 to 2 are lost")
+    assert lines.startswith(f"cancelled {run}; no resources remain\n{run}: steps 1 to 2 are lost")
 
 
 def test_unknown_state_is_reported_and_is_not_a_success(cli: Cli, workdir: Path, running: Path) -> None:
@@ -457,7 +457,7 @@ def test_verbs_take_a_sweep_as_a_whole(cli: Cli, workdir: Path) -> None:
             "[node 0] 0",
             "[node 0] 1",
         }
-        assert f"nothing of {sweep_name(sweep)} was running" in cli("cancel", *arguments).out
+        assert f"{sweep_name(sweep)} has no running job" in cli("cancel", *arguments).out
     first, second = sorted(item.attempts.run for item in claims)
     requested = len(Index.of("out").cancellations(second))
     (workdir / "out" / "index" / first / "1.json").write_text('{"format":')

@@ -109,6 +109,6 @@ def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(tmp_path: Path,
         finally:
             process.kill()
     assert code == 128 + signal.SIGTERM
-    assert f"cancelled {attempts.run}; nothing of it is left" in text
+    assert f"cancelled {attempts.run}; no resources remain" in text
     assert "Traceback" not in text
     assert attempts.live() is None

@@ -97,7 +97,7 @@ def test_sweep_with_a_refused_trial_never_begins(swept: Swept, trained: list[Run
 
 
 def test_a_sweep_in_which_nothing_succeeds_says_why(swept: Swept) -> None:
-    with pytest.raises(LauncherError, match=r"none of 1 trials has a model.*user error"):
+    with pytest.raises(LauncherError, match=r"no trial of 1 has a model.*user error"):
         swept({"train.learning_rate": [DIVERGES]})
 
 

@@ -83,6 +83,6 @@ def test_cleanup_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, m
         assert f"{record.run}, attempt 1, on local: process {orphan.pid}" in cleanup("--dry-run")
         assert "nothing was removed; --yes removes it" in cleanup()
         assert orphan.poll() is None
-        assert "nothing of it is left" in cleanup("--yes")
+        assert "no resources remain" in cleanup("--yes")
         assert orphan.wait() != 0
         assert "nothing is left of the dead runs" in cleanup("--yes")

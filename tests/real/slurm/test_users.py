@@ -107,7 +107,7 @@ def test_second_user_of_a_shared_root_follows_the_run(cluster: Cluster, shared: 
             assert "alice on" in seen
             assert cluster.live() == [job]
             code, text = printed("alice", shared, "cancel", *arguments)
-            assert (code, "nothing of it is left" in text) == (0, True), text
+            assert (code, "no resources remain" in text) == (0, True), text
             text = bob.stdout.read()
         assert "cancelled" in text, text
         assert cluster.live() == []

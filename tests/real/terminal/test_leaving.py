@@ -56,7 +56,7 @@ def test_printed_command_reattaches_to_the_job(opened: Open, ticking: ScriptConf
         shown.read_until("press Ctrl-C once more now to cancel it")
         shown.press_ctrl_c()
         assert shown.end() == 128 + signal.SIGINT
-    assert f"cancelled {attempts.run}; nothing of it is left" in shown.text
+    assert f"cancelled {attempts.run}; no resources remain" in shown.text
     assert "Traceback" not in shown.text
     assert attempts.live() is None
     with Lease(attempts.index, attempts.run) as lease:
