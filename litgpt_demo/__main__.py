@@ -59,7 +59,7 @@ def _leave(ended: Sequence[int]) -> None:
     gc.freeze()  # else several collections of garbage visit all objects of torch
     if ended:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # nobody reads it any more
+            with suppress(OSError, ValueError):  # its reader has ended
                 stream.flush()
         os._exit(ended[0])
 

@@ -49,7 +49,7 @@ _MAY_BE_ZERO = frozenset({"n_expert", "n_expert_per_token", "n_shared_expert", "
 
 
 def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of LitGPT's Config of a model with `changes`; without a name, of the changes alone.
+    """Return the fields of LitGPT's Config of a model with `changes`; without a name, only the changes.
 
     A ValueError if the model or a field does not exist, or LitGPT's Config refuses the combination.
     """
@@ -76,7 +76,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"model.config.{field}={value!r} does not fit: {expected}") from error
         least = 0 if field in _MAY_BE_ZERO else 1
         if int in (hints[field], *get_args(hints[field])) and value is not None and value < least:
-            raise ValueError(f"model.config.{field}={value} is no size; give at least {least}")
+            raise ValueError(f"model.config.{field}={value} is too small; give at least {least}")
     fields = dict(changes) if name is None else {**models()[name], **changes}
     try:
         config_class(**fields)
@@ -85,7 +85,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
         if name is not None and changes:
             reason += f"; it changes {name}: {changed(name, changes)}; model.config={{}} takes it unchanged"
         raise ValueError(
-            f"model.config={dict(changes)} on {name or 'an empty model'} is no LitGPT Config: {reason}"
+            f"model.config={dict(changes)} on {name or 'an empty model'} is not a valid LitGPT Config: {reason}"
         ) from error
     return fields
 

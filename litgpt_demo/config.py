@@ -111,7 +111,7 @@ def _whole_number(value: object) -> object:
 
 
 Count = Annotated[int, BeforeValidator(_whole_number)]
-# If None is allowed too, pydantic writes a bound on the whole field as `gt`, which is no keyword of JSON schema.
+# If None is allowed too, pydantic writes a bound on the whole field as `gt`, which is not a keyword of JSON schema.
 PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole_number)]
 
 
@@ -211,7 +211,7 @@ class FileCorpus(_Corpus, title="Files"):
 
     @property
     def label(self) -> str:
-        # The last part that is no pattern: a folder and a pattern of its files are one dataset.
+        # The last part that is not a pattern: a folder and a pattern of its files are one dataset.
         first = re.sub(r"/?[^/]*[*?\[].*", "", self.paths[0]).rstrip("/").rsplit("/", 1)[-1]
         return slug(first.split(".")[0]) or "files"
 
@@ -223,7 +223,7 @@ class HubCorpus(_Corpus, title="Hugging Face dataset"):
     name: str = Field(pattern=r"^[\w.-]+/[\w.-]+$")
     """`owner/name` of the dataset repository."""
     revision: str = "main"
-    """Branch, tag or commit. What counts in the dataset's key is the content of the files it stands for."""
+    """Branch, tag or commit. The dataset's content hash depends on the files, not on this name."""
     files: str = "**/*.parquet"
     """Pattern of the files to take."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
@@ -336,7 +336,7 @@ class Filters(Settings, title="Filters"):
 
 
 MIXTURE_CYCLE = 1000
-"""Any so many samples in a row of a mixture have the same number of samples of each source."""
+"""Every N samples in a row of a mixture have the same number of samples of each source."""
 
 
 def largest_remainder(weights: Sequence[float]) -> tuple[int, ...]:
@@ -421,7 +421,7 @@ class DataConfig(Settings, title="Data"):
 
     @property
     def parts(self) -> tuple[DataConfig, ...]:
-        """Return the settings of each source of a mixture, as of a dataset alone."""
+        """Return the settings of each source of a mixture, as those of a dataset without a mixture."""
         common = dict(self) | {"mixture": (), "stages": ()}
         parts = []
         for source in self.mixture:
@@ -499,7 +499,7 @@ class ModelConfig(Settings, title="Model"):
     """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
 
     name: str | None = "pythia-14m"
-    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b, -175b; empty: `config` alone."""
+    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b, -175b; empty: only `config`."""
     config: dict[str, FreeValue] = Field({}, json_schema_extra={"default": {}})
     """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
     sequence_length: Count = Field(512, gt=0)
@@ -570,7 +570,7 @@ class ProfilerConfig(Settings, title="Profiler"):
 
 
 class RestartRule(Settings, title="New attempts"):
-    """The new attempts that one class of failures may have. A number alone is `attempts`."""
+    """The new attempts that one class of failures may have. A number sets only `attempts`."""
 
     attempts: Count | None = Field(None, ge=0)
     """New attempts; empty is `max_restarts`."""
@@ -889,4 +889,4 @@ class TrainingSpec(Settings):
     origin: InitialWeights | None = Field(None, exclude_if=lambda origin: origin is None)
     """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
-    """The number of ranks of the run. A rank that sees another number exits instead of training alone."""
+    """The number of ranks of the run. A rank that sees another number exits instead of training by itself."""

@@ -60,7 +60,7 @@ def parse_json(content: bytes, kind: type[T], *, where: str, fix: str) -> T:
     and the advice `fix`, if the document is damaged or of another kind.
     """
     if len(content) > MOST_BYTES:
-        raise DataError(f"{where} has {len(content):,} bytes, and no document of ours has {MOST_BYTES:,}; {fix}")
+        raise DataError(f"{where} has {len(content):,} bytes, but a document may have at most {MOST_BYTES:,}; {fix}")
     try:
         text = _without_checksum(content)
         value: T = _adapter(cast(Any, kind)).validate_json(text)
@@ -108,7 +108,7 @@ def with_checksum(text: bytes, name: ChecksummedKind) -> bytes:
 
 
 def _without_checksum(content: bytes) -> bytes:
-    """Return the document without its checksum, after a check. One that lost its last line is no JSON."""
+    """Return the document without its checksum, after a check. One that lost its last line is not JSON."""
     match = _CHECKSUM_LINE.fullmatch(content)
     if match is None:
         return content

@@ -12,7 +12,7 @@ TrainLitgptError         unknown            1
   DiskFull               disk full          47   a disk, quota or file system has no room; the message has the bytes
   LauncherError          user error         40   the branch of the launching side: launcher.errors draws it
 
-Out of memory (42) has no exception of ours: torch, the kernel and the platforms raise it.
+Out of memory (42) has no exception here: torch, the kernel and the platforms raise it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from litgpt_demo.secrets import redacted
 class FailureClass(StrEnum):
     """The class of a failure, and the exit code that carries it out of a process.
 
-    A job ends with one of `JOB_FAILURE_CLASSES`. The launching side alone uses the others.
+    A job ends with one of `JOB_FAILURE_CLASSES`. Only the launching side uses the others.
 
-    64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 collide with none of them
+    64..78 belong to sysexits.h, 126.. to shells, 50001.. to GCP Batch; 40..55 differ from all of them
     and fit the single byte that Kubernetes' podFailurePolicy and Batch's lifecyclePolicies compare.
     """
 

@@ -168,10 +168,10 @@ class Watcher:
 
 
 def ask_for_stacks(beats: Iterable[Beat], *, within: float = timeouts.STACKS) -> None:
-    """Let these ranks write their stacks within so many seconds; the file of one that does not gets the reason."""
+    """Let these ranks write their stacks within `within` seconds; the file of one that does not gets the reason."""
     states = {beat: status_of(beat) for beat in beats}
     for beat in states:
-        for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process answers when it goes on
+        for number in (signal.SIGUSR1, signal.SIGCONT):  # a stopped process answers when it continues
             with suppress(ProcessLookupError):
                 if started(beat.pid) == beat.started:
                     os.kill(beat.pid, number)
@@ -206,7 +206,7 @@ def waits_for_peers(beat: Beat) -> bool:
 
 
 def started(pid: int) -> float:
-    """Return the start of a process by a clock that cannot be set: a pid alone may belong to another process later.
+    """Return the start of a process by a clock that cannot be set: later the same pid may belong to another process.
 
     On Linux the unit is the kernel's tick since boot, because the time of day derived from it moves when the machine's
     clock is set.

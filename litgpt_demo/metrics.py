@@ -1,7 +1,7 @@
 """Metrics: one JSON object per line from rank 0, with a mark by which it is found in any log stream.
 
 The same lines are in the run's metrics.jsonl. Everything shown live comes from this one channel, on all platforms.
-A script on a node can write anything into it. A line that is no row by `COLUMNS` is counted, and never raises.
+A script on a node can write anything into it. A line that is not a row by `COLUMNS` is counted, and never raises.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ COLUMNS = {
     "flops_per_token": Column(float, "start"),
     "peak_flops": Column(float | None, "start"),  # of one device; null where it is not known
     "memory_estimate": Column(_Count, "start"),
-    # A job has these only on a node of ours, and `elapsed` in every row: the seconds since the node began.
+    # A job has these only on a node that node.agent runs, and `elapsed` in every row: the seconds since the node began.
     "elapsed": Column(_Seconds, "start step evaluation checkpoint skip leave network end"),
     "attempt": Column(_Attempt, "start"),
     "node_started": Column(_Seconds, "start"),  # since the epoch
@@ -92,7 +92,7 @@ COLUMNS = {
     "busbw": Column(float, "network"),
     "floor": Column(float, "network"),
 }
-"""Every column of our own rows but lists and those of one source. What reads, shows or stores rows takes it from here.
+"""Every column of our own rows but lists and those of one source. All readers, views and stores of rows use it.
 Times are in seconds, memory in bytes."""
 
 NUMBERS = frozenset(name for name, column in COLUMNS.items() if column.type is not _Text)

@@ -31,7 +31,7 @@ class OptimizerKind:
     """Make one for a model. The flag says whether a scaler of losses takes part, as in 16-mixed."""
 
     def state_bytes(self, parameter_bytes: int) -> int:
-        """Return the bytes of the state for parameters of so many bytes."""
+        """Return the bytes of the state for `parameter_bytes` bytes of parameters."""
         return self.state_per_parameter * parameter_bytes
 
 

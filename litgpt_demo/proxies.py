@@ -18,7 +18,7 @@ _SOCKS_MODULES = ("socksio", "socks")
 def settle_proxies(environ: MutableMapping[str, str]) -> None:
     """Exempt this machine from the proxies in `environ`: a Prefect server or an emulator here is behind none.
 
-    Every process of ours calls this first, and the processes that it starts inherit the exemption. A UserError if a
+    Each of our processes calls this first, and the processes that it starts inherit the exemption. A UserError if a
     proxy's address is one that HTTP clients refuse, even for requests to other hosts.
     """
     kinds = ("http_proxy", "https_proxy", "all_proxy")
@@ -34,16 +34,16 @@ def settle_proxies(environ: MutableMapping[str, str]) -> None:
         except ValueError:
             usable = False
         if not usable:  # it is not shown: it may hold a password
-            what = f"{name} is no address of a proxy, as http://user:password@host:port or socks5://host:port"
+            what = f"{name} is not a proxy's address, as http://user:password@host:port or socks5://host:port"
             fix = f"write /, #, ?, @ and : of a password as %2F, %23, %3F, %40 and %3A, or unset {name}"
             raise UserError(what, fix=fix)
         missing = [module for module in _SOCKS_MODULES if find_spec(module) is None]
         if proxy.scheme.startswith("socks") and missing:
             what = f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)})"
             raise UserError(what, fix=f"run `pip install socksio PySocks`, or unset {name}")
-    # Lower case wins in all clients, and an empty value is no value.
+    # Lower case wins in all clients, and an empty value counts as unset.
     exempt = environ.get("no_proxy") or environ.get("NO_PROXY") or ""
     hosts = [host.strip() for host in exempt.split(",") if host.strip()]
-    if "*" not in hosts:  # it means every host; urllib reads it only if it stands alone
+    if "*" not in hosts:  # it means every host; urllib reads it only if nothing else is listed
         hosts += [host for host in _LOOPBACK if host not in hosts]
     environ["no_proxy"] = environ["NO_PROXY"] = ",".join(hosts)

@@ -80,7 +80,7 @@ def read_document(run: Storage) -> RunDocument:
     except FileNotFoundError as error:
         raise DataError(f"{run.address(CONFIG)} is not there; start the run with `train-litgpt run`") from error
     copies = "copy a sound one, for the run's folder has the same as that of its newest attempt that trains"
-    fix = f"{copies}; or, once no job of it runs, `train-litgpt run` with the run's config writes it anew"
+    fix = f"{copies}; or, once no job of it runs, `train-litgpt run` with the run's config writes it again"
     return parse_json(content, RunDocument, where=run.address(CONFIG), fix=fix)
 
 
@@ -109,13 +109,13 @@ def _of_a_job(fault: FailureClass) -> FailureClass:
 JobFault: TypeAlias = Annotated[FailureClass, AfterValidator(_of_a_job)]
 """The class of a failure that a job ends with; the others are the launching side's."""
 
-# What is read back may be damaged or forged: a number is one that a platform can have given.
+# Stored values may be damaged or forged: a number is one that a platform can have given.
 NodeNumber: TypeAlias = Annotated[int, Field(ge=0, lt=1_000_000)]
 """The number of a node or rank."""
 ExitCode: TypeAlias = Annotated[int, Field(ge=-1000, lt=1_000_000)]
 """A byte, one of GCP Batch's reserved codes, or the negative number of a signal."""
 
-# A node may write anything: what is too long is cut, what is too large is no report.
+# A node may write anything: a text that is too long is cut, a file that is too large is not a report.
 _Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Text = Annotated[str, AfterValidator(lambda text: text[:10_000])]
 

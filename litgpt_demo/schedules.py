@@ -95,7 +95,7 @@ def schedule_problem(train: TrainConfig, steps: int, steps_text: str) -> tuple[s
     if decay:
         phases += f" with train.decay_steps={train.decay_steps}"
         fix += ", a fifth a usual decay"
-    return f"{phases} leaves nothing of {steps_text}", fix
+    return f"{phases} leaves no step of {steps_text}", fix
 
 
 def learning_rate_at(train: TrainConfig, step: int, *, steps: int) -> float:

@@ -26,14 +26,14 @@ HIDDEN = "[secure]"
 
 # Headers, members of JSON, user information and signatures of URLs, in whatever an answer may repeat of a request.
 _NAMES = r"[\w.-]{0,60}(?:secret|token|password|passwd|signature|credential|assertion|api[_-]?key)[\w.-]{0,60}"
-# What each of the patterns needs, in lower case and found faster than they are: most lines of a log have none.
+# Texts that the patterns need, in lower case and found faster than they are: most lines of a log have none.
 _HINTS = (
     "secret", "token", "passw", "signature", "credential", "assertion", "api", "bearer", "basic", "eyj", "hf_", "://",
     "_key", "akia", "asia", "slack", "xox", "wandb", "gh", "ya29.",
 )  # fmt: skip
 # Repetitions before the last part are bounded, so that the time grows with the length: nodes print lines of 4 MiB.
 _PATTERNS = (
-    # Words have no capital or digit within: "Bearer tokens" is told, "Bearer s3cret" is not.
+    # Words have no capital or digit within: "Bearer tokens" is shown, "Bearer s3cret" is not.
     (re.compile(r"\b((?i:Bearer|Basic)\s+)(?=\S*[A-Z0-9])[\w.~+/%-]{6,}=*"), rf"\1{HIDDEN}"),
     (re.compile(rf"""(\\?["']{_NAMES}\\?["']\s*:\s*\\?["'])[^"'\\]+""", re.IGNORECASE), rf"\1{HIDDEN}"),
     (re.compile(rf"([?&;\"']{_NAMES}=)[^\s&;\"']+", re.IGNORECASE), rf"\1{HIDDEN}"),
@@ -63,7 +63,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_protected(url: str) -> bool:
-    """Return True if nobody can read the request to a URL on its way: by https, or within this machine."""
+    """Return whether the request to a URL is protected on its way: by https, or within this machine."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -74,7 +74,7 @@ def is_protected(url: str) -> bool:
 def protected_client(**settings: Any) -> httpx.Client:
     """Return an HTTP client that refuses to send anything to an address that is not protected.
 
-    It follows a redirect only if a request asks for that, and then without `Authorization` to another origin.
+    It follows a redirect only if a request enables that, and then without `Authorization` to another origin.
     """
     import httpx
 

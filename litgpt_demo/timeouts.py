@@ -1,4 +1,4 @@
-"""All time limits that are no setting, in seconds: what waits for what, and why that long.
+"""All time limits that are not settings, in seconds: what waits for what, and why that long.
 
 Those that are settings: `train.hang_timeout`, and on platforms `startup_timeout`, `admission_timeout`, `grace_period`.
 """

@@ -30,8 +30,8 @@ CorpusSettings = TypeVar("CorpusSettings", bound=Settings)
 
 _READERS = 4  # local files read at once
 
-# Hidden files, and what Spark, Hive, Delta Lake and Databricks keep beside the data. Not every name that begins with an
-# underscore, as in Hive: `__init__.py` is text that people train on.
+# Hidden files, and those that Spark, Hive, Delta Lake and Databricks keep next to the data. Not every name that begins
+# with an underscore, as in Hive: `__init__.py` is text that people train on.
 _BESIDE = re.compile(r"\.|_(SUCCESS|(common_)?metadata|temporary|delta_log|spark_metadata|(started|committed)_.*)$")
 
 
@@ -217,7 +217,7 @@ def token_folder(corpus: TokensCorpus) -> str:
 
 
 def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None:
-    """Raise UserError for several formats: a card, a licence or an index beside the data would be trained on."""
+    """Raise UserError for several formats: a card, a licence or an index next to the data would be trained on."""
     layout, by_format = FileFormat.of(corpus), dict[str, list[str]]()
     for name in sorted(names):
         by_format.setdefault(layout.format_of(name), []).append(_escaped(name))
@@ -322,7 +322,7 @@ def selects(name: str, pattern: str) -> bool:
 
     `*`, `?` and `[…]` stay inside a component, and the component `**` is any number of folders. A name that begins with
     a dot is only matched by a component that does too; the same holds for `_SUCCESS` and others that writers keep
-    beside the data.
+    next to the data.
     """
     if not name or not pattern:
         return name == pattern

@@ -1,7 +1,7 @@
 """A dataset: `train.bin`, `val.bin`, the tokenizer and a manifest, under a name that its inputs decide.
 
 The bins are flat little-endian token ids, uint16 up to a vocabulary of 65,536 and uint32 above, every document followed
-by the end-of-text id: LitGPT's and nanoGPT's own memmap loaders read them. Their bytes depend on the inputs alone. A
+by the end-of-text id: LitGPT's and nanoGPT's own memmap loaders read them. Their bytes depend only on the inputs. A
 split above `data.max_file_bytes` is several files of as many tokens, `train-00000.bin` and so on, to be read as one.
 """
 
@@ -99,7 +99,7 @@ class DatasetManifest(Settings):
     validation_fraction: float
     split_seed: int
     text_bytes: int = 0
-    """UTF-8 bytes of all documents; 0 where they are not known, as of tokens that somebody else made."""
+    """UTF-8 bytes of all documents; 0 where they are not known, as for tokens that another program made."""
     train: Split
     validation: Split
     tokenizer: tuple[FileRecord, ...]

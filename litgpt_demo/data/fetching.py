@@ -17,7 +17,7 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage import crc32c_of, open_storage, sha256_of
 from litgpt_demo.storage.local import translate_os_errors
 
-# Nanoseconds after which a file's time of change tells its next change apart: file systems keep some only by the second
+# Nanoseconds after which the next change gives a file another time of change: file systems keep some only by the second
 # or two, and then two writes in a row look like one.
 _SETTLED = 2_000_000_000
 

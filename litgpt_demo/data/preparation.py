@@ -303,7 +303,7 @@ def _count_file(
     if wrong_format is not None:
         raise UserError(f"{address} is {wrong_format}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
-        raise UserError(f"{address} has {record.size} bytes, which are no ids of {width}; set data.corpus.dtype")
+        raise UserError(f"{address} has {record.size} bytes, but needs ids of {width} bytes; set data.corpus.dtype")
     _require_width(scan, width, address)
     if scan.largest_id >= manifest.vocab_size:
         what = f"{address} holds the id {scan.largest_id}, and the last of the tokenizer is {manifest.vocab_size - 1}"
@@ -547,7 +547,7 @@ def check_totals(planned: PlannedDataset, manifest: DatasetManifest) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`python -m litgpt_demo prepare`: the preparation alone, for a machine that has nothing but this package."""
+    """Run `python -m litgpt_demo prepare`: only the preparation, for a machine that has nothing but this package."""
     parser = argparse.ArgumentParser(prog="litgpt_demo prepare", description=__doc__)
     parser.add_argument("--root", required=True, help="folder or gs:// address to prepare the dataset under")
     parser.add_argument("--data", required=True, help="the data settings as JSON")

@@ -215,7 +215,7 @@ _COMPRESSIONS = (
     # 31: the largest window, with gzip's header and trailer
     Compression("gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=31), 1 << 14),
     Compression("zstd", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
-    # A block's first bytes, or the end's, too: `BZh` and a digit alone may be text.
+    # A block's first bytes, or the end's, too: only `BZh` and a digit may be text.
     Compression("bzip2", (".bz2",), rb"(?s)BZh.(1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor, 1 << 16, bounded=True),
     Compression("xz", (".xz",), rb"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
 )
@@ -242,7 +242,7 @@ _WITH_HEADER = {
     **{number.to_bytes(4, "little"): "a file of llm.c, which has a header" for number in (20240520, 20240801)},
     b"\x93NUMPY": "a file of numpy.save, which has a header; write it by "
     "numpy.load(FILE).astype('<u2').tofile(TRAIN_BIN), with '<u4' for a tokenizer of more than 65,536 ids",
-    b"MMIDIDX\0\0": "a file of Megatron's index; the ids are in the .bin beside it",
+    b"MMIDIDX\0\0": "a file of Megatron's index; the ids are in the .bin next to it",
     b"ARROW1\0\0": "a file of Arrow",
 }
 
@@ -506,7 +506,7 @@ def _iter_records(
     stream: io.BufferedReader, separator: bytes, start: int, end: int | None, most: int
 ) -> Iterator[tuple[int, list[bytes] | None]]:
     # An `end` is behind a separator, and no record follows it. Yields None for a record of more than `most` bytes and a
-    # chunk, when so many were read; it is never held in memory.
+    # chunk, as soon as that many were read; it is never held in memory.
     remaining = math.inf if end is None else end - start
     tail, is_too_long = b"", False
     unsure = len(separator) - 1  # bytes at the end of the tail that may be the beginning of a separator
@@ -640,9 +640,9 @@ def row_groups(path: Path, source: Source, column: str) -> Iterator[tuple[Parque
     where = f"{source.address}, footer"
     with _damage(where):
         # Without a buffer size, the whole column of a row group is held, compressed.
-        content = pa.OSFile(os.fsencode(path))  # which takes text of UTF-8 alone
+        content = pa.OSFile(os.fsencode(path))  # which takes only text of UTF-8
         file = ParquetFile(content, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True)
-        schema, names = file.schema_arrow, _quoted(file.schema_arrow.names)  # names that are no text are met here
+        schema, names = file.schema_arrow, _quoted(file.schema_arrow.names)  # names that are not text fail here
     if column not in schema.names:
         raise UserError(f"{source.address} has no column {column!r}; it has {names}", fix="set data.corpus.column")
     kind = schema.field(column).type

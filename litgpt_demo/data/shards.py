@@ -70,7 +70,7 @@ def plan_shards(corpus: Corpus, sources: Sequence[Source], target: int | None = 
 def read_shard(data: DataConfig, shard: Shard, scratch: Path) -> Iterator[Batch]:
     """Yield the documents of a shard in their order, the same at each reading, until one reaches the shard's limit.
 
-    Holds a few times BATCH_BYTES and the largest document. What is fetched stays in `scratch` for the next reading.
+    Holds a few times BATCH_BYTES and the largest document. Fetched files stay in `scratch` for the next reading.
     A document that is null, too long, not UTF-8 or not JSON is raised, or an empty text if such ones are skipped.
     """
     # As many documents at a time as fit BATCH_BYTES, or a single larger one.

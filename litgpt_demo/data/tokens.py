@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 IdType: TypeAlias = Literal["<u2", "<u4"]  # as numpy names it, little-endian
 
-# What LitGPT's and transformers' loaders read besides tokenizer.json, where it exists.
+# Files that LitGPT's and transformers' loaders read besides tokenizer.json, where they exist.
 _SPECIAL = "special_tokens_map.json"
 _COMPANIONS = ("tokenizer_config.json", _SPECIAL, "generation_config.json", "tokenizer.model")
 TOKENIZER_FILES = ("tokenizer.json", *(name for name in _COMPANIONS if name != _SPECIAL))
@@ -54,7 +54,7 @@ class TokenizerFiles:
     dataset of text has nothing there: the model would begin with ids that it never saw."""
 
     def with_prefix(self) -> TokenizerFiles:
-        """Return the tokenizer that puts the prefix before a text, for ids that somebody else made with it."""
+        """Return the tokenizer that puts the prefix before a text, for ids that another program made with it."""
         from tokenizers import Tokenizer as HfTokenizer
         from tokenizers.processors import TemplateProcessing
 
@@ -91,7 +91,7 @@ def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> 
         raise UserError(
             f"data.tokenizer: {storage.address(name)} is not a file; "
             "kind=file takes the path of a tokenizer.json, kind=litgpt its folder "
-            "(a SentencePiece tokenizer.model alone has to be converted first, with transformers' fast tokenizers)"
+            "(convert a folder with only SentencePiece's tokenizer.model first, with transformers' fast tokenizers)"
         ) from error
     files |= {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
     return assemble(files, origin=settings.path, end_of_text=end_of_text)

@@ -51,8 +51,8 @@ def write_card(
     document, rows = read_document(run), [row for row in read_metrics(run) if row["step"] <= checkpoint.step]
     dataset, names = open_dataset(spec.dataset), ("device", "device_name", "world_size", "precision")
     starts = [{name: row[name] for name in names if name in row} for row in rows if row.get("kind") == "start"]
-    skips = {row["step"]: row for row in rows if row.get("kind") == "skip"}  # every attempt may tell of the same one
-    # Enough to make the model again, and to tell whether it is the same.
+    skips = {row["step"]: row for row in rows if row.get("kind") == "skip"}  # every attempt may report the same one
+    # Enough to make the model again, and to check whether it is the same.
     lineage: dict[str, Any] = {
         "run": spec.run,
         "address": run.address(),

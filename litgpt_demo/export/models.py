@@ -108,7 +108,7 @@ def verified_checkpoint(
             raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(problems) or 'wait for its first one'}")
     elif not candidates or not checkpoints.reached_end(candidates[0], spec):
         reached = candidates[0].step if candidates else 0
-        fix = f"run it again, it goes on from there, or collect what is there: --newest, or --step, one of {steps}"
+        fix = f"run it again, it continues from there, or collect a saved step: --newest, or --step, one of {steps}"
         raise UserError(f"{run.address()} has reached step {reached} of {spec.steps}", fix=fix)
     if not newest:
         candidates = candidates[:1]
@@ -217,7 +217,7 @@ def huggingface_of(run: Storage, step: int, scratch: Path) -> Path:
     dataset = open_dataset(str(folder))
     model = huggingface_model(litgpt_config(spec.model, vocab_size=dataset.vocab_size))
     if model is None:
-        raise UserError("transformers has no architecture that computes what this model does", fix="ask no scores")
+        raise UserError("transformers has no architecture that computes what this model does", fix="remove evaluation")
     weights, target = Weights(shards, run.address(checkpoints.folder_of(step))), scratch / HUGGINGFACE
     _write_huggingface(weights, model, folder / "tokenizer", dataset.end_of_text, target)
     return target

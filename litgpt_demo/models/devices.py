@@ -54,7 +54,7 @@ _V100 = "https://images.nvidia.com/content/technologies/volta/pdf/volta-v100-dat
 GB = 10**9
 
 # The first that matches counts, so a variant stands before what it is a variant of. A name ends where its word does:
-# GH200 is no H200, and its 480GB are the CPU's memory.
+# GH200 is not an H200, and its 480GB are the CPU's memory.
 DEVICES = (
     Device("GB300", r"\bGB300\b|a4x-maxgpu", 279 * GB, 2500, 80, 5000, True, _GB300),
     Device("B300", r"\bB300\b", 270 * GB, 2250, 75, 4500, True, _HGX),

@@ -1,4 +1,4 @@
-"""The cost of a training, from LitGPT's config fields alone: parameters, arithmetic per token, memory per device.
+"""The cost of a training, only from LitGPT's config fields: parameters, arithmetic per token, memory per device.
 
 Nothing is built and torch is not imported, so that a model of 175 billion parameters is answered for at once.
 
@@ -143,7 +143,7 @@ class Memory:
     activations: int
     """Bytes that the forward pass keeps for the backward pass."""
     workspace: int
-    """Bytes for the logits of a few rows. A CPU alone keeps them from step to step."""
+    """Bytes for the logits of a few rows. Only a CPU keeps them from step to step."""
     peak_phases: Mapping[str, int]
     """Bytes on top of the state and of `unsharded`, in each phase of a step that may be the fullest."""
 
@@ -249,8 +249,8 @@ def network_bytes_per_step(config: Any, train: TrainConfig, *, world_size: int, 
 
 
 def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, stored: int) -> tuple[int, int]:
-    """Bytes per token that autograd keeps of one block: inputs of norms, products, attention and nonlinearities; and
-    those of the products' and the attention's outputs alone."""
+    """Return the bytes per token that autograd keeps of one block: inputs of norms, products, attention and
+    nonlinearities; and only those of the products' and the attention's outputs."""
     width, rms = config.n_embd, config.norm_class_name == "RMSNorm"
     # A norm keeps what enters it, LitGPT's RMSNorm its scaled values too; what leaves is kept by the product behind it.
     norm = multiplied * width + (4 * width if rms else 0)

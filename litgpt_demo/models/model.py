@@ -1,4 +1,4 @@
-"""LitGPT's model: made from settings, with initial weights that depend on the seed alone, and with its loss."""
+"""LitGPT's model: made from settings, with initial weights that depend only on the seed, and with its loss."""
 
 from __future__ import annotations
 

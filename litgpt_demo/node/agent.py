@@ -67,7 +67,7 @@ def torchrun_command(node: Node, *, log_dir: str) -> list[str]:
     """Return the arguments that start this node's ranks: a script, or `-m` and a module, then its arguments.
 
     In `log_dir` torchrun keeps one directory per rank with its output and error file. The rendezvous is static: ranks
-    follow from `node_rank` alone, and no host has to recognise its own name (pytorch#73656). torchrun's own restarts
+    follow only from `node_rank`, and no host has to recognise its own name (pytorch#73656). torchrun's own restarts
     stay off, because part of a gang cannot be restarted: a new attempt restarts all ranks.
     """
     module = ("-m",) if node.program[0] == "-m" else ()
@@ -141,7 +141,7 @@ def _watch(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> Ra
         with contextlib.suppress(subprocess.TimeoutExpired):
             torchrun.wait(1.0)
             return None
-        now = time.monotonic()  # before the heartbeats are read, which can take long: that is no pause of this process
+        now = time.monotonic()  # before heartbeats are read, which can take long without a pause of this process
         beats = read_beats(node.own)
         silent = watcher.overdue(beats, paused=paused, now=now)
         if silent:
@@ -157,7 +157,7 @@ def _watch(torchrun: subprocess.Popen[bytes], node: Node, use: NetworkUse) -> Ra
 
 def _hang(silent: Sequence[Beat], beats: Sequence[Beat]) -> RankFailure:
     """Return the failure of the likeliest culprit: a stopped rank, or one whose stacks show no wait for the others."""
-    stopped = {beat for beat in silent if is_stopped(beat)}  # asked for its stacks, a stopped process continues
+    stopped = {beat for beat in silent if is_stopped(beat)}  # before `ask_for_stacks` continues them
     ask_for_stacks(beats)
     waiting = {beat: beat not in stopped and waits_for_peers(beat) for beat in silent}
     culprit = min(silent, key=waiting.__getitem__)
@@ -187,7 +187,7 @@ def forward_signals(shutdown: ShutdownState, *, grace: int) -> None:
         is_first = shutdown.signalled_at is None
         shutdown.signalled_at = shutdown.signalled_at or time.time()
         if shutdown.torchrun is None:
-            raise Preempted("asked to leave before the ranks were started")
+            raise Preempted("the node was stopped before the ranks were started")
         if is_first:
             # torchrun itself kills ranks after `grace`. This is for a torchrun that hangs.
             timer = threading.Timer(grace + 10, shutdown.torchrun.kill)

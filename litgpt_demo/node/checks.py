@@ -184,7 +184,7 @@ def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[F
     first = next((folder for folder in folders if (Path(folder) / name).exists()), None)
     expected = network.library_paths
     if first is None:
-        what = f"NCCL's plug-in {name} is in none of {', '.join(folders) or 'no folders: LD_LIBRARY_PATH is empty'}"
+        what = f"NCCL's plug-in {name} is not in {', '.join(folders) or 'LD_LIBRARY_PATH, which is empty'}"
         fix = f"see whether {network.name}'s plug-in is installed on this node, and mounted in the node's container"
         yield Finding("error", "nccl.plugin", what, fix, FailureClass.NODE)
     elif expected and first not in expected:
@@ -262,6 +262,6 @@ def pin_cpus(cpus: str | None) -> Iterator[Finding]:
     if cores:
         os.sched_setaffinity(0, cores)
     else:
-        what = f"none of the cores {cpus} is this container's, so ranks and the network's threads share cores"
+        what = f"this container has no core of {cpus}, so ranks and the network's threads share cores"
         fix = "use the machine type that the network profile is made for"
         yield Finding("warning", "node.cores", what, fix, FailureClass.NODE)

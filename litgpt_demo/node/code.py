@@ -74,7 +74,7 @@ def _fetch(address: str) -> bytes:
         raise DataError(f"{address} does not exist", fix="run the same command again, which writes it") from None
     digest = sha256(content).hexdigest()
     if digest != named[1]:
-        what = f"{address} has the sha256 {digest}, so that somebody has changed it"
+        what = f"{address} has the sha256 {digest}, so it was changed"
         raise DataError(what, fix=f"see who writes there, {_REMOVE}")
     return content
 

@@ -172,7 +172,7 @@ def rdma(network: NodeNetwork, environ: Mapping[str, str], sys: Path) -> dict[st
     # A user who sets a list of cards, or an exclusion, knows their indices.
     if "NCCL_IB_GID_INDEX" in environ or not re.fullmatch(r"[A-Za-z0-9_]+", prefix):
         return {}
-    # `=` makes the names exact: `mlx5_1` alone would mean mlx5_10 as well.
+    # `=` makes the names exact: `mlx5_1` without it would mean mlx5_10 as well.
     if network.infiniband:
         return {"NCCL_IB_HCA": f"={','.join(infiniband_ports(sys, prefix))}"}
     ports, index = find_cards(sys, prefix, network.interfaces)
@@ -240,7 +240,7 @@ class NodeTimer:
 
     @classmethod
     def from_environ(cls) -> NodeTimer | None:
-        """Return the timer of this rank's node; None for a rank that no node of ours started."""
+        """Return the timer of this rank's node; None for a rank that node.agent did not start."""
         document = os.environ.get(TIMES)
         return cls(**json.loads(document)) if document else None
 

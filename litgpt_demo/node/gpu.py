@@ -25,7 +25,7 @@ from litgpt_demo.node.network import NodeNetwork, within
 
 LIBCUDA = "libcuda.so.1"
 _MOUNTED = "usr/local/nvidia/lib64"
-"""The folder in which GKE mounts the driver's libraries into containers that ask for GPUs."""
+"""The folder in which GKE mounts the driver's libraries into containers that request GPUs."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _REPAIR = "run elsewhere: exclude this node, and have it repaired"
@@ -221,7 +221,7 @@ def _nccl() -> tuple[str | None, str]:
     maps = Path("/proc/self/maps").read_text()
     paths = list(dict.fromkeys(re.findall(r"(/\S*libnccl\.so\S*)$", maps, re.MULTILINE)))
     library, code = ctypes.CDLL(None), ctypes.c_int()
-    if paths and not hasattr(library, "ncclGetVersion"):  # it came with torch alone
+    if paths and not hasattr(library, "ncclGetVersion"):  # only torch brought it
         library = ctypes.CDLL(paths[0])
     if not paths or library.ncclGetVersion(ctypes.byref(code)) != 0:
         return None, ""

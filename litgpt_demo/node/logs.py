@@ -79,7 +79,7 @@ class BestEffortLog(io.FileIO):
 
     def _lock_file(self, operation: int) -> None:
         """Let other processes wait, because a line that was cut is removed from the end of the file."""
-        if self._reserve is not None:  # somebody may hold the lock of a terminal or of /dev/null forever
+        if self._reserve is not None:  # another process may hold the lock of a terminal or of /dev/null forever
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.lockf(self, operation)
 

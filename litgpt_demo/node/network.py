@@ -146,7 +146,7 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
     elif fit is NcclFit.UNQUALIFIED:
         known = "is not known to load it"
         if network.nccl_loads and within(version, network.nccl_loads):
-            known = "loads it, which is no proof that it works"
+            known = "loads it, which does not prove that it works"
         what = f"{has}, but the {name} plug-in is qualified for {tested}: this one {known}"
         if network.allow_unqualified:
             yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job continue")
@@ -176,7 +176,7 @@ _USING = re.compile(r"NCCL INFO Using network (?P<name>.+?)\s*$")
 
 _OF_NETWORK = re.compile(r"NCCL (INFO|WARN) .*(NET/|Plugin|plugin|Using network|Bootstrap)")
 
-# What NCCL and the plug-ins print, and what is behind it. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
+# Messages of NCCL and the plugins, and their causes. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
 # another version), GoogleCloudPlatform/container-engine-accelerators#414 (TCPX and a newer NCCL) and
 # GoogleCloudPlatform/cluster-toolkit#3032 (TCPX and a newer driver).
 _NOT_INSTALLED = "the plug-in is on no folder of LD_LIBRARY_PATH: is it installed on this node?"
@@ -219,7 +219,7 @@ class NetworkUse:
     def _sent(self) -> tuple[int, int] | None:
         """Return the bytes that cards and interfaces have sent; None if a container may not read them.
 
-        RDMA counts for cards alone.
+        Only cards count bytes of RDMA.
         """
         try:
             cards = [int(file.read_text()) for file in self._cards]

@@ -165,9 +165,9 @@ def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownS
 
 
 def slow_nodes(speeds: Mapping[NodePair, float], alone: Mapping[int, float]) -> list[int]:
-    """Return the nodes that are slow with each of several partners, or alone.
+    """Return the nodes that are slow with each of several partners, or by themselves.
 
-    Two nodes have one pair, which does not show which of them is slow. The speed of each node alone may.
+    Two nodes have one pair, which does not show which of them is slow. The speed within each node may.
     """
     best: dict[int, float] = {}
     for pair, speed in speeds.items():

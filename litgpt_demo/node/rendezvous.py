@@ -35,7 +35,7 @@ class Node:
     nodes: int
     node_rank: int
     host: str
-    """Address of node 0 for every node. There is no default: a node that falls back to localhost trains alone."""
+    """Address of node 0 for every node. There is no default: a node that falls back to localhost trains by itself."""
     port: int
     run_id: str
     """One per attempt: a peer of an earlier one must not be able to join (pytorch#116974)."""
@@ -113,7 +113,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
             raise UserError(f"{flag}={resolved!r} is not a whole number", fix="give one such as 0 or 8")
         return int(resolved)
 
-    # Node 0's address is never guessed, because then each node would train alone.
+    # Node 0's address is never guessed, because then each node would train by itself.
     master = resolve("--master", flags.master, "PET_MASTER_ADDR", "MASTER_ADDR")
     if flags.master == PYTORCHJOB:
         port = environ.get("PET_MASTER_PORT") or environ.get("MASTER_PORT") or "23456"  # the operator's default
@@ -172,7 +172,7 @@ def unpack(argv: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
 
 def contradictions(node: Node, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the platform's variables that contradict the submission. Two nodes with the same number wait for each other
-    forever. A world that is too small trains alone, silently.
+    forever. A world that is too small trains by itself, silently.
 
     WORLD_SIZE means pods in one version and GPUs in another: Kubeflow multiplies by nprocPerNode where that is a number
     (https://github.com/kubeflow/trainer/blob/v1.9.0/pkg/controller.v1/pytorch/envvar.go), Run:ai of 2.13 counts pods

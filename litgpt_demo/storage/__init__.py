@@ -44,7 +44,7 @@ def open_storage(address: str) -> Storage:
             f"{address!r} names no bucket: {bucket!r} is not 3 or more lower-case letters, digits, '-', '_' and '.'"
         )
     client = None
-    with suppress(ModuleNotFoundError):  # nothing of Google's is here
+    with suppress(ModuleNotFoundError):  # no package of Google's is installed
         client = find_spec("google.cloud.storage")
     if client is None:
         raise UserError(f"{address} needs google-cloud-storage, which is not installed here; pip install it")

@@ -27,7 +27,7 @@ _BLOCK = 1 << 20
 _POLYNOMIAL = 0x82F63B78  # RFC 3720 B.4, reflected: bit 31 is the coefficient of x^0
 
 MOST_READ = 1 << 30
-"""Bytes of a file that are read into memory. The largest of ours, a dataset's digests, are some 10 MB a shard."""
+"""Bytes of a file that are read into memory. The largest, a dataset's digests, are some 10 MB a shard."""
 
 Names: TypeAlias = list[str]  # inside the classes `list` is a verb
 
@@ -190,7 +190,7 @@ def clean_file(path: str) -> str:
 
 
 def checked_remove_path(path: str) -> str:
-    # An empty name, or one that ends with a slash, is no file of ours: it would remove the folder above.
+    # An empty name, or one that ends with a slash, is refused: it would remove the folder above.
     if clean_path(path) != path or not path:
         raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
     return path

@@ -477,7 +477,7 @@ def _connection() -> tuple[int, str | None]:
 
 @cache
 def _client(_process: int, _service: str | None) -> Any:
-    # Else each client asks for the bucket itself, in the background: with least roles a denied call in the audit log.
+    # Else each client requests the bucket itself, in the background: with least roles a denied call in the audit log.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     from google.cloud.storage import Client
     from requests.adapters import HTTPAdapter

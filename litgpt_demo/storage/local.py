@@ -213,7 +213,7 @@ def link(source: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in _CANNOT_LINK:
             raise
-        # A mount without hard links: the name is still taken by one caller alone, though a reader that comes in the
+        # A mount without hard links: still only one caller takes the name, though a reader that comes in the
         # same moment may see the file short, and reads JSON that ends too early.
         with final.open("xb") as file:
             file.write(source.read_bytes())
@@ -259,7 +259,7 @@ def _room(path: Path) -> tuple[int, int]:
 def translate_os_errors(address: str, *, needed: int = 0) -> Iterator[None]:
     """Say of the operating system's errors which fault they are and what to do; `needed` bytes are to be written."""
     path, free = Path(address).absolute(), 0
-    if needed:  # asked before, because a write that fails half way leaves less
+    if needed:  # checked before, because a write that fails half way leaves less
         with suppress(OSError):
             free, _ = _room(path)
     try:

@@ -76,7 +76,7 @@ def make_private(folder: Path) -> None:
     above = folder.parent.stat()
     if above.st_mode & stat.S_IWOTH:
         shared = not above.st_mode & stat.S_ISVTX
-    else:  # in the user's own group there is by most systems' default nobody else
+    else:  # by most systems' default the user's own group has no other member
         shared = bool(above.st_mode & stat.S_IWGRP) and above.st_gid != os.getegid()
     folder.mkdir(mode=0o777 if shared or above.st_mode & stat.S_ISGID else 0o700, exist_ok=True)
 
@@ -112,7 +112,7 @@ def environment_of_readers(environ: Mapping[str, str]) -> dict[str, str]:
     """
     kept = [_KEPT]
     if credentials := environ.get("GOOGLE_APPLICATION_CREDENTIALS"):
-        with suppress(OSError, ValueError, AttributeError):  # who opens the storage tells what is wrong with it
+        with suppress(OSError, ValueError, AttributeError):  # opening the storage reports what is wrong with it
             source = json.loads(Path(credentials).read_bytes()).get("credential_source")
             if isinstance(source, dict) and str(source.get("environment_id")).startswith("aws"):
                 kept.append(_AWS)

@@ -29,12 +29,12 @@ from litgpt_demo.training.checkpoints import INDEX
 State: TypeAlias = dict[str, Any]
 
 WEIGHTS = "model."
-"""The beginning of a weight's name in an index, of which all other names are training's alone."""
+"""The beginning of a weight's name in an index, of which only training reads all other names."""
 
 OPTIMIZER = "training"
 """The beginning of the names of the files that hold no weights."""
 
-# What torch 2.13 puts into an index, as the index names it; data types come on top. A path is where torch's own
+# Types that torch 2.13 puts into an index, as the index names them; data types come on top. A path is where torch's own
 # `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
 _STORED = {
     "torch": {"Size"},
@@ -49,15 +49,15 @@ _STORED = {
 }  # fmt: skip
 
 _REMEDY = (
-    "Nothing of it was executed. A training with another version of torch wrote it, or somebody else did: look who may "
+    "Nothing of it was executed. A training with another version of torch wrote it, or another user did: check who may "
     "write there, then remove that folder, and training and collection take the checkpoint before"
 )
 
 
 def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
-    """Everything that training goes on from but the step: references to tensors that live on, copies of the rest.
+    """Return all that training continues from but the step: references to tensors that live on, copies of the rest.
 
-    Of the optimizer these are the averages alone: its settings are the config's of whoever reads them. `precision` is
+    The optimizer's part is only its averages: the reader's config has its settings. `precision` is
     the state of the loss scaling, empty where losses are not scaled.
     """
     weights, optimizers = get_state_dict(model, optimizer)
@@ -76,19 +76,19 @@ def load_checkpoint(model: Any, optimizer: Any, folder: Path, *, precision: Any 
 
 
 def files_of_state(state: State, folder: Path, *, address: str = "") -> set[str]:
-    """Return the files that this rank reads to fill a `training_state`; of `folder` the index alone is read."""
+    """Return the files that this rank reads to fill a `training_state`; only the index of `folder` is read."""
     reader, _, plan = _planned(state, folder, address)
     return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
 
 
 def files_of_weights(folder: Path, *, address: str = "") -> set[str]:
-    """Return the files that `load_weights` reads, by name; of `folder` the index alone is read."""
+    """Return the files that `load_weights` reads, by name; only the index of `folder` is read."""
     places = read_index(folder, address=address).storage_data.items()
     return {place.relative_path for index, place in places if index.fqn.startswith(WEIGHTS)}
 
 
 def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:
-    """Read the weights alone, whole, into the tensors of a state dict; one process suffices, whatever wrote them."""
+    """Read only the weights, in full, into the tensors of a state dict; one process suffices, whatever wrote them."""
     _read({"model": into}, folder, address)
 
 
@@ -118,7 +118,7 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
-        """Return a stand-in that makes what is asked for: a class itself could be changed by the rest of the file."""
+        """Return a stand-in that makes the object: a class itself could be changed by the rest of the file."""
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         refused = pickle.UnpicklingError(f"it names {module}.{name} for its reader to call")
@@ -152,7 +152,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _planned(state: State, folder: Path, address: str) -> tuple[FileSystemReader, _Planner, LoadPlan]:
-    """Not by torch's `load`: it warns in a process that is alone, and has ranks agree on plans that nobody changes."""
+    """Plan without torch's `load`: it warns in a single process, and has ranks agree on plans that never change."""
     reader, planner, metadata = FileSystemReader(folder), _Planner(), read_index(folder, address=address)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
     planner.set_up_planner(state, metadata, is_coordinator=True)
@@ -173,5 +173,5 @@ def explain_unpickling_errors(address: str) -> Iterator[None]:
     except pickle.UnpicklingError as error:
         found = re.search(r"GLOBAL (\S+)", str(error))
         how = f"names {found[1]} for its reader to call" if found else "is not one that torch reads"
-        what = f"{address} holds a pickle that {how}, and a checkpoint holds weights and plain values alone. {_REMEDY}"
+        what = f"{address} holds a pickle that {how}, but a checkpoint holds only weights and plain values. {_REMEDY}"
         raise DataError(what) from error

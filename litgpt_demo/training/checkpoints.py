@@ -146,7 +146,7 @@ def require_beginning(run: Storage) -> None:
             "damaged, and the training would begin at step 0"
         )
         fix = (
-            f"read why.txt in each, and put one that can be mended back into {run.address(_ALL)}; or remove "
+            f"read why.txt in each, and put one that can be repaired back into {run.address(_ALL)}; or remove "
             f"{run.address(_QUARANTINE)} to begin at step 0"
         )
         raise DataError(what, fix=fix)

@@ -88,8 +88,8 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
             # torchrun ends all ranks as soon as one has ended, so all must have come this far.
             if training.ranks.gather_then_broadcast(lambda: _BUDGET_EXCEEDED in signals, any):
                 what = f"the budget is spent, and step {loop.done} is saved"
-                raise UserError(what, fix="raise budget.max_usd and run again: the run goes on from it")
-            raise Preempted(f"asked to leave; step {loop.done} is saved, and the next attempt goes on from it")
+                raise UserError(what, fix="raise budget.max_usd and run again: the run continues from it")
+            raise Preempted(f"training was stopped; step {loop.done} is saved, and the next attempt continues from it")
     finally:
         budget.cancel()
         training.feed.close()

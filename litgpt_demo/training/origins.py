@@ -94,7 +94,7 @@ def _in_hub(repository: str, revision: str | None) -> InitialWeights | None:
     missing = [name for name in names if name not in listed]
     if missing:
         problem = f"model.init_from: {repository} has no {', '.join(missing)}"
-        raise UserError(problem, fix="ask its author for the whole model")
+        raise UserError(problem, fix="get the complete model from its author")
     files = {name: listed[name] for name in names}
     return InitialWeights(kind="huggingface", name=f"{repository}@{folder.name}", address=str(folder), files=files)
 
@@ -232,7 +232,7 @@ def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: 
             run = origin.address.rpartition("/checkpoints/")[0]
             if not run:
                 fix = "name it within its run, as RUN/checkpoints/step-…"
-                return f"{origin.address} lies outside its run, so that nobody knows its tokenizer", fix
+                return f"{origin.address} is outside its run, so its tokenizer is unknown", fix
             source = read_spec(open_storage(run)).dataset
             if open_dataset(source).key == planned.key:
                 return None
@@ -240,7 +240,7 @@ def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: 
         weights_tokenizer = open_storage(folder).read(_TOKENIZER)
     except (FileNotFoundError, DataError) as error:
         problem = (
-            f"the tokenizer of model.init_from is missing, so that nobody knows what ids mean to its weights: {error}"
+            f"the tokenizer of model.init_from is missing, so the meaning of ids to its weights is unknown: {error}"
         )
         return problem, f"put its {_TOKENIZER} there"
     fix = f"take its own: data.tokenizer={json.dumps({'kind': 'litgpt', 'path': folder})}"

@@ -74,7 +74,7 @@ class Reporter:
             except UserError:  # a setting that no attempt can train with
                 raise
             except Exception as error:  # a service does not answer, or does not know the key
-                warn(f"{kind.__name__} is told no metrics: {one_line(error)}")
+                warn(f"{kind.__name__} gets no metrics: {one_line(error)}")
         length, device = spec.model.sequence_length, fabric.device
         self._peak, self._flops = PeakFlops(device, train), estimates.flops_per_token(config, length)
         world, nodes = fabric.world_size, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -106,9 +106,9 @@ class Reporter:
         for sink in [sink for sink in self._sinks if sink not in self._failed]:
             try:
                 sink.write(values)
-            except Exception as error:  # libraries raise anything, and none of it is worth a training
+            except Exception as error:  # libraries raise anything, and training must not end by it
                 self._failed.append(sink)
-                warn(f"{type(sink).__name__} is told no more metrics: {one_line(error)}")
+                warn(f"{type(sink).__name__} gets no more metrics: {one_line(error)}")
 
     def elapsed(self, name: str, moment: float | None = None) -> dict[str, float]:
         """Return a column of seconds since the node began, at a moment of the monotonic clock; none without a node."""

@@ -211,7 +211,7 @@ class Saver:
         except TrainLitgptError as error:
             result.error = error
             result.warning = (
-                f"the checkpoint of step {result.step} was not saved: {error}. Training goes on and the next save "
+                f"the checkpoint of step {result.step} was not saved: {error}. Training continues and the next save "
                 f"tries again. Where room is short: older checkpoints are in "
                 f"{self._training.run.address('checkpoints')}, and smaller train.keep_last and train.keep_best keep "
                 "fewer"
@@ -321,7 +321,7 @@ class ShardWriter:
             folder.mkdir(parents=True)
             # The copy is in host memory already: nothing has to be copied ahead.
             writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
-            # The optimizer's state has a file of its own: collection fetches none of it from a bucket.
+            # The optimizer's state has a file of its own: collection does not fetch it from a bucket.
             for kind, is_weights in (("", True), (OPTIMIZER, False)):
                 items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is is_weights]
                 if items:
@@ -337,7 +337,7 @@ class ShardWriter:
 
 
 class _Writer(FileSystemWriter):
-    """One file per plan, whose bytes depend on the state alone: no random id of the save, no path."""
+    """One file per plan, whose bytes depend only on the state: no random id of the save, no path."""
 
     def storage_meta(self) -> StorageMeta | None:
         return None

@@ -38,7 +38,7 @@ from litgpt_demo.training.setup import Training
 # Fields of LitGPT's Config that do not change what a model computes: names, and room for more.
 _FREE_FIELDS = {"name", "hf_config", "block_size", "vocab_size", "padding_multiple"}
 # Fields of transformers' configs that do not. Files on the Hub have several fields of rotary embeddings, which
-# transformers 5 reads and writes as `rope_parameters` alone.
+# transformers 5 reads and writes only as `rope_parameters`.
 _FREE_TRANSFORMERS_FIELDS = {
     "_attn_implementation", "architectures", "max_position_embeddings", "tie_word_embeddings", "use_cache",
     "rope_theta", "rope_scaling", "rope_local_base_freq", "rotary_emb_base", "rotary_pct", "partial_rotary_factor",
@@ -181,7 +181,7 @@ def _read_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str
             if name:
                 kind += f" by the name {name!r}"
             problem = f"lit_model.pth of {origin.name} holds a {kind}, and no weights"
-            raise DataError(problem, fix="save the dict of names and tensors alone by torch.save")
+            raise DataError(problem, fix="save only the dict of names and tensors by torch.save")
     return {_WRAPPER.sub("", name): entry for name, entry in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
 
 

@@ -143,7 +143,7 @@ class MetricReducer:
         self._pending.append(_Pending(done=done, sums=sums, ready=ready, submitted=monotonic(), local=local))
 
     def collect(self, *, max_in_flight: int) -> StepResult | None:
-        """Return the oldest step in flight, as soon as its sums are complete; None if no more than so many are."""
+        """Return the oldest step in flight, as soon as its sums are complete; None if at most `max_in_flight` are."""
         if len(self._pending) <= max_in_flight:
             return None
         step = self._pending.popleft()

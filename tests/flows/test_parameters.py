@@ -117,7 +117,7 @@ def test_flow_run_has_its_runs_name_unless_a_person_chose_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem", "single"),
     [
-        ({"train": {"max_steps": 20}}, "train.warmup_steps=100 leaves nothing", '{"train.max_steps": 20}'),
+        ({"train": {"max_steps": 20}}, "train.warmup_steps=100 leaves no step", '{"train.max_steps": 20}'),
         (
             {"platform": {"kind": "local", "nods": 2}},
             "Extra inputs are not permitted at local.nods",

@@ -61,9 +61,9 @@ def test_exempt_hosts_stay_exempt() -> None:
 
 def test_unusable_proxy_is_refused_without_its_password() -> None:
     for address, message in (
-        ("socks4://me:s3cret@127.0.0.1:1080", "ALL_PROXY is no address of a proxy.*socks5://.*unset ALL_PROXY"),
+        ("socks4://me:s3cret@127.0.0.1:1080", "ALL_PROXY is not a proxy's address.*socks5://.*unset ALL_PROXY"),
         # Clients say what they could not read as a port, and that is the password's beginning.
-        ("http://me:s3cret#1@proxy.example:3128", r"ALL_PROXY is no address of a proxy.*%23"),
+        ("http://me:s3cret#1@proxy.example:3128", r"ALL_PROXY is not a proxy's address.*%23"),
         ("socks5://me:s3cret@127.0.0.1:1080", "pip install socksio PySocks"),
     ):
         with pytest.raises(UserError, match=message) as refused:

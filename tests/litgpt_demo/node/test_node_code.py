@@ -137,7 +137,7 @@ def test_node_refuses_changed_code_as_a_data_error(tmp_path: Path) -> None:
     Path(address).write_bytes(archive(member("train.py", b"evil")))
     codes, _ = ended_nodes(tmp_path / "d", "train.py", flags=("--code", address))
     assert codes == [41]
-    assert "somebody has changed it" in report_of(tmp_path / "d")["message"]
+    assert "so it was changed" in report_of(tmp_path / "d")["message"]
     assert not (tmp_path / "d" / "node-0" / "code").exists()
 
 

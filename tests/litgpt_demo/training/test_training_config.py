@@ -36,7 +36,7 @@ def test_invalid_counts_are_refused(written: object) -> None:
         (TrainConfig, {"max_steps": 10, "max_tokens": 1e6, "warmup_steps": 1}, "both given.*keep one"),
         (TrainConfig, {"global_batch": 8, "micro_batch": 512}, "global_batch=8.*micro_batch=512"),
         (TrainConfig, {"learning_rate": 1e-4, "min_learning_rate": 1e-3}, r"min_learning_rate=0\.001 is above"),
-        (TrainConfig, {"max_steps": 60}, "warmup_steps=100 leaves nothing of train.max_steps=60"),
+        (TrainConfig, {"max_steps": 60}, "warmup_steps=100 leaves no step of train.max_steps=60"),
         (TrainConfig, {"warmup_steps": 1.5}, "neither a share of the run, which is below 1, nor whole steps"),
         (TrainConfig, {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 4, "max_steps": 8}, "steps=4 leaves"),
         (TrainConfig, {"decay_steps": 0.1}, "schedule=cosine does not use train.decay_steps=0.1; .*=wsd"),
@@ -59,10 +59,10 @@ def test_invalid_counts_are_refused(written: object) -> None:
         (ModelConfig, {"name": "pythia-14m", "sequence_length": 1024}, "longer than the block_size of pythia-14m, 512"),
         (ModelConfig, {"name": None}, "at least n_layer, n_embd and n_head"),
         (ModelConfig, {"name": None, "config": {"n_layer": 2, "n_embd": 33, "n_head": 2}}, "multiple of n_head"),
-        (ModelConfig, {"config": {"n_layer": -1}}, "n_layer=-1 is no size; give at least 1"),
+        (ModelConfig, {"config": {"n_layer": -1}}, "n_layer=-1 is too small; give at least 1"),
         (ModelConfig, {"name": "pythia-160"}, "'pythia-160' is not a LitGPT model; did you mean .*pythia-160m"),
         (ModelConfig, {"config": {"n_heads": 4}}, "did you mean n_head"),
-        (ModelConfig, {"config": {"n_head": 3}}, "on pythia-14m is no LitGPT Config"),
+        (ModelConfig, {"config": {"n_head": 3}}, "on pythia-14m is not a valid LitGPT Config"),
     ],
 )
 def test_contradicting_fields_are_refused_with_a_fix(

@@ -33,7 +33,7 @@ def test_a_service_that_repeats_a_request_leaks_no_key(new_run: NewRun, tmp_path
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert leaks("".join(echo.requests), KEY) == [KEY]  # it came there
-    assert "warning: Wandb is told no metrics" in done.stdout
+    assert "warning: Wandb gets no metrics" in done.stdout
     assert len(rows(run, "step")) == 3
     assert leaks(done.stdout + done.stderr, KEY) == []
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
