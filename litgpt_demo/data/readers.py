@@ -215,7 +215,7 @@ _COMPRESSIONS = (
     # 31: the largest window, with gzip's header and trailer
     Compression("gzip", (".gz", ".gzip"), rb"\x1f\x8b\x08", lambda: zlib.decompressobj(wbits=31), 1 << 14),
     Compression("zstd", (".zst", ".zstd"), rb"\x28\xb5\x2f\xfd", _zstd, 1 << 10),
-    # A block's first bytes, or the end's, too: only `BZh` and a digit may be text.
+    # A block's first bytes, or the end's, are needed too: text may begin with `BZh` and a digit.
     Compression("bzip2", (".bz2",), rb"(?s)BZh.(1AY&SY|\x17rE8P\x90)", bz2.BZ2Decompressor, 1 << 16, bounded=True),
     Compression("xz", (".xz",), rb"\xfd7zXZ\0", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, 2**31), 1 << 16, True),
 )
