@@ -424,12 +424,8 @@ def machine_stops() -> bool:
 
 
 def end_flow_runs(ids: Sequence[str], *, name: Literal["Interrupted", "Cancelled"]) -> None:
-    """End flow runs in Prefect that their user has left. Otherwise they would stay running forever.
-
-    After the first Ctrl-C they are not Cancelled, which would mean that their jobs are gone. They are Crashed, with a
-    name of its own. The automation `resume-crashed` ignores them, because only deployments have its tag. A flow run
-    that has ended already keeps its state.
-    """
+    """End flow runs in Prefect that their user has left; they would stay running forever. After the first Ctrl-C they
+    are Crashed with a name of its own, because Cancelled would mean that their jobs are gone."""
     from prefect import get_client
     from prefect.client.schemas.objects import State, StateType
 

@@ -211,10 +211,6 @@ def _end(name: str) -> bool:
 
 
 async def _bring_up_to_date(notify: str) -> None:
-    """Create or change the automations, and update flow runs whose events no automation received.
-
-    Notices go to `notify` from now on; if it is empty, to the address of before, if there was one.
-    """
     from prefect.blocks.webhook import Webhook
     from prefect.client.orchestration import get_client
 

@@ -87,10 +87,8 @@ _OVERRIDES = FieldInfo(
 def with_config_parameters(
     kind: type[AnyConfig], only: Sequence[str] = ()
 ) -> Callable[[Callable[[AnyConfig], Coroutine[Any, Any, T]]], Callable[..., Coroutine[Any, Any, T]]]:
-    """Give a flow the fields of `kind` as parameters, all or `only` some, and `overrides`. The flow gets their config.
-
-    Prefect makes its form and its validation from a function's signature and from the `Args:` of its docstring.
-    """
+    """Give a flow the fields of `kind` as parameters, all or `only` some, and `overrides`. Prefect makes its form and
+    its validation from a function's signature and from the `Args:` of its docstring."""
 
     def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         @wraps(flow)
@@ -172,11 +170,7 @@ def acquire_process_lock(flow_run: str) -> bool:
 
 def cancel_jobs(flow: Any, flow_run: Any, state: Any) -> None:
     """Cancel every live job that a cancelled flow run started or reattached to, and prove that no resources remain.
-
-    Prefect calls this with exactly these keyword names, in a new process that shares nothing with the flow. The jobs
-    are found by the flow run's id, in the index of the root that its parameters name. A later attempt of another flow
-    run is not cancelled.
-    """
+    Prefect calls this with exactly these keyword names, in a new process that shares nothing with the flow."""
     logger, parameters = flow_run_logger(flow_run, flow), flow_run.parameters
     index, opener = Index.of(root_of(parameters)), platform_opener(platform_of(parameters))
     own: list[Attempts] = []
@@ -268,11 +262,8 @@ def submit_deployment(
 
 
 def submit_config(settings: AnyConfig, name: str) -> tuple[str, str, str | None]:
-    """Create a flow run of a deployment of the config's flow, with the config's settings as its parameters.
-
-    The deployment then decides only the work pool. It is the deployment of the config's name, else one with the
-    config's kind of platform, else any. Returns the same as `submit_deployment`.
-    """
+    """Create a flow run of a deployment of the config's flow, with the config's settings. It is the deployment of the
+    config's name, else one with its kind of platform, else any, and decides only the work pool."""
     flow = next(flow for flow, kind in KINDS.items() if type(settings) is kind)
     document, deployments = settings.model_dump(mode="json"), list_deployments()
     candidates = sorted(full for full in deployments if full.startswith(f"{flow}/"))

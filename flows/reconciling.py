@@ -137,11 +137,8 @@ def is_abandoned(flow_runs: Sequence[str], states: Mapping[str, str]) -> bool:
 async def mark_dead_flow_runs(
     client: PrefectClient, *, wait: Callable[[], Awaitable[object]] = lambda: asyncio.sleep(2 * LEASE_TIMEOUT)
 ) -> list[str]:
-    """Set flow runs to crashed that Prefect calls running although their orchestrator is dead; return their names.
-
-    An orchestrator is dead if it holds the lease of a run without a heartbeat meanwhile. Prefect's own heartbeats
-    decide about an orchestrator without a lease.
-    """
+    """Set flow runs to crashed that Prefect calls running although they hold the lease of a run without a heartbeat;
+    return their names."""
     running = {str(flow_run.id): flow_run for flow_run in await _lately(client, StateType.RUNNING)}
     before = await asyncio.to_thread(lambda: {number: _beats(number, flow_run) for number, flow_run in running.items()})
     if not any(before.values()):

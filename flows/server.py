@@ -91,11 +91,8 @@ async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable
 
 
 class OwnServer:
-    """A Prefect server for this command: a process that ends with it, and the configured server from now on.
-
-    Prefect's client would start the same one, but only after importing all of the server into this process, which takes
-    as long again as its start (prefect.server.api.server.SubprocessASGIServer of Prefect 3.8).
-    """
+    """A Prefect server that ends with this command. Prefect's client would start the same one, but only after importing
+    all of it into this process (prefect.server.api.server.SubprocessASGIServer of Prefect 3.8)."""
 
     def __init__(self) -> None:
         settings, home = get_current_settings(), serving.serving_home()

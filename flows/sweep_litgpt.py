@@ -92,10 +92,8 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
 
 @asynccontextmanager
 async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
-    """Hold `count` slots of the limit that all sweeps share, if it exists, and report a wait for them.
-
-    The server takes back the slots of a killed process after `lease` seconds.
-    """
+    """Hold `count` slots of the limit that all sweeps share, if it exists. The server takes back those of a killed
+    process."""
     async with get_client() as client:
         try:
             limit = await client.read_global_concurrency_limit_by_name(GPUS)

@@ -431,11 +431,9 @@ def overridden(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> dic
 def deep_merge(
     base: Mapping[str, Any], changes: Mapping[str, Any], *, name: str = "", above: str = ""
 ) -> dict[str, Any]:
-    """Return `base` with `changes`, merged section by section; values that are not sections are replaced.
-
-    A mapping with names of the user's own, as `sweep.grid`, is replaced unless the dotted `name` leads into it. An
-    empty mapping empties the old one. Another `kind` drops the settings of the old branch of a union.
-    """
+    """Return `base` with `changes`, merged section by section. A mapping with names of the user's own, as `sweep.grid`,
+    is replaced unless the dotted `name` leads into it. Another `kind` drops the settings of the old branch of a
+    union."""
     result = dict(base)
     for part, value in changes.items():
         dotted = f"{above}{part}"

@@ -55,10 +55,8 @@ def node_environment(
     job: Job, settings: Any, network: Network, more: Sequence[Entry] = (), *, before: Sequence[Entry] = (),
     named: bool = True, **own: Any,
 ) -> list[Entry]:  # fmt: skip
-    """Return the variables of a node in a container: the platform's, with the node's NodeNetwork among them.
-
-    `own` are the NodeNetwork fields that differ per platform. `named=False` leaves the network's name out.
-    """
+    """Return the variables of a node in a container. `own` are the NodeNetwork fields that differ per platform.
+    `named=False` leaves the network's name out."""
     # Variables of the user and of the job win over the network's scripts, which the node sources afterwards.
     user_env = dict(settings.env)
     if network.scripted:

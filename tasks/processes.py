@@ -23,10 +23,6 @@ OnProgress: TypeAlias = Callable[[str, int | None], None]
 _BAR = re.compile(r"(?:(?P<what>[^|]+?): +)? *(?P<percent>\d{1,3})%\|")  # as tqdm draws it
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 class Child:
     """A child process that ends with this process, however this one ends (litgpt_demo.parent)."""
 
@@ -47,8 +43,8 @@ class Child:
         self._process.communicate()
 
     async def end(
-        self, result: Callable[[], T | None], *, on_line: OnLine = _ignore, on_progress: OnProgress = _ignore,
-        fix: str = "",
+        self, result: Callable[[], T | None], *, on_line: OnLine = lambda _: None,
+        on_progress: OnProgress = lambda *_: None, fix: str = "",
     ) -> T:  # fmt: skip
         """Wait for its end and return its `result`. Without one, raise an error with the failure class of its exit code
         and the last line that it printed."""

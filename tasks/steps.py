@@ -94,10 +94,7 @@ def step_task(name: str, *, run_name: str = "", retry: bool = True) -> Callable[
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """Shorten Prefect's record of a known error to its message; return True, so that it is logged.
-
-    Prefect would log it four times: with forty lines of traceback for task and flow, and with each of their states.
-    """
+    """Shorten Prefect's record of a known error to its message, of which Prefect would log the traceback four times."""
     if record.exc_info and isinstance(record.exc_info[1], TrainLitgptError):
         record.exc_info, record.msg = None, record.msg.replace("%r", "%s")
     elif str(record.msg).startswith("Finished in state Failed"):

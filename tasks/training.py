@@ -483,10 +483,8 @@ async def _take_over_lease(lease: Lease, attempt: int) -> AsyncIterator[None]:
 
 
 class LogRouter:
-    """Routes a job's output: metrics to live artifacts and `on_row`, other lines to the log; reports status changes.
-
-    A warning of any node is a note. Prefect's log gets the newest other lines of node 0; the run's folder has all.
-    """
+    """Routes a job's output: metrics to live artifacts and `on_row`, warnings to notes, the newest other lines of node
+    0 to Prefect's log. The run's folder has all."""
 
     def __init__(
         self, record: AttemptRecord, root: str, live: LiveArtifacts, on_row: Callable[[Row], None], *,

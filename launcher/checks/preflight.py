@@ -320,10 +320,7 @@ def dry_run_dataset(planned: PlannedDataset) -> DryRun:
 
 def scratch_for(planned: PlannedDataset, *, root: str, workers: Workers) -> str:
     """Return the folder and size of a preparation's scratch files at their peak, in words; empty for a local corpus.
-
-    Each worker holds the files that it fetched for a shard, and about as many bytes of tokens. The copies are kept for
-    the second reading while half of the file system is free.
-    """
+    The copies are kept for the second reading while half of the file system is free."""
     from litgpt_demo.data.preparation import threads_for
     from litgpt_demo.data.shards import plan_shards
     from litgpt_demo.data.workers import PrepContext

@@ -184,7 +184,9 @@ def _spans(
     for life, next_life in zip(lives, [*lives[1:], later], strict=False):
         yield _Span(life.started, before_life, held)
         held = nodes
-        yield _Span(life.started + life.rows[0]["elapsed"], beginning, held, _before_first_step(life.start))
+        start = life.start
+        within = {Part.NETWORK_TEST: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)}
+        yield _Span(life.started + life.rows[0]["elapsed"], beginning, held, within)
         # A life stopped when its first rank fell, when the node of that rank reported, or when the attempt was over.
         own = [report for report in reports if report.started == life.started]
         moments = [rank.time for report in own for rank in report.ranks if rank.time is not None]
@@ -231,10 +233,6 @@ def _spans(
 def _count(platform: Mapping[str, Any], name: str) -> int:
     value = platform.get(name)
     return value if isinstance(value, int) else 1
-
-
-def _before_first_step(start: Row) -> dict[Part, float]:
-    return {Part.NETWORK_TEST: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)}
 
 
 def _usd_per_hour(record: AttemptRecord, price: RecordedPrice | None) -> float:

@@ -320,8 +320,11 @@ class Claim:
                 self.require_replaceable(last)
                 self.attempts.stop()
                 continue
-            first = max(last.number if last else 0, ended) + 1
-            record = self._record(self._unused(first), exclude)
+            first = number = max(last.number if last else 0, ended) + 1
+            # If only the index was deleted, the folders still have the reports of earlier attempts.
+            while has_begun(self.make_job(number).directory):
+                number += 1
+            record = self._record(number, exclude)
             newest = index.last(self.attempts.run)
             if record.attempt > first and newest is not None and newest.attempt >= first:
                 continue  # another orchestrator has created an attempt meanwhile, in the folder that is used
@@ -333,16 +336,7 @@ class Claim:
         index.link_flow_run(self.flow_runs, record)
         return record
 
-    def _unused(self, number: int) -> int:
-        """Return the first number from this one on whose folder is empty.
-
-        If only the index was deleted, the folders still have the reports of earlier attempts.
-        """
-        while has_begun(self.make_job(number).directory):
-            number += 1
-        return number
-
-    def _record(self, number: int, exclude: tuple[str, ...] = ()) -> AttemptRecord:
+    def _record(self, number: int, exclude: tuple[str, ...]) -> AttemptRecord:
         job = replace(self.make_job(number), nonce=new_nonce())
         user, host = whoami()
         return AttemptRecord(

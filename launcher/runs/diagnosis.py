@@ -307,11 +307,8 @@ def _ending(code: int) -> str:
 def _find_straggler(
     reports: Sequence[NodeReport], candidates: Sequence[RootCauseCandidate]
 ) -> RootCauseCandidate | None:
-    """Return the rank or node that others gave up waiting for, if the traces name one. The first rule that fits counts.
-
-    NCCL's watchdogs number the collectives that each rank has begun, and a monitored barrier names the rank. Without
-    either, it is the only rank, or the only node, that complained of nothing.
-    """
+    """NCCL's watchdogs number the collectives that each rank has begun, and a monitored barrier names the rank. Without
+    either, it is the only rank, or the only node, that complained of nothing."""
     node_of: dict[int, int] = {}  # of each rank that a report mentions
     quiet: list[int] = []  # ranks that were ended because of others, without a message
     collectives: dict[int, int] = {}  # by rank, the number that it had begun

@@ -399,12 +399,8 @@ def this_machine() -> str:
 
 
 def machine_below(root: Path) -> str:
-    """Return the id of the machine that has its files below a folder.
-
-    Cloned machines share /etc/machine-id but have different names. In a container both come from the image, and the
-    address of the network card is always the same. Containers of one host see each other's locks and share the kernel's
-    boot id, which changes with a reboot.
-    """
+    """Return the id of the machine that has its files below a folder. Cloned machines share /etc/machine-id but have
+    different names. Containers of one host share its boot id, and see each other's locks."""
 
     def text(path: str) -> str:
         with suppress(OSError):

@@ -59,13 +59,8 @@ class _Place(Settings):
 
 
 class BatchPlatform:
-    """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id.
-
-    Args:
-        grace_period: seconds that the peers of a failed node have to end by themselves, and to say what they saw.
-        settle: seconds that the last lines may take to Cloud Logging.
-        patience: seconds that a cancelled job may take to end.
-    """
+    """Runs the nodes of a job as the tasks of a Batch job, whose full name is the job's id. Peers of a failed node get
+    `grace_period` seconds to end, and the last lines `settle` seconds to reach Cloud Logging."""
 
     name: ClassVar[str] = "batch"
     is_remote_service: ClassVar[bool] = True
