@@ -299,7 +299,7 @@ def image_for(release: str, image: str, tag: str | None, registry: str) -> str:
 
 
 def check_registry(registry: str, images: Iterable[str]) -> tuple[Finding, ...]:
-    """Return an error if a mirror is set but is the source of none of the images."""
+    """Return an error if a mirror is set but no image comes from it."""
     if registry == REGISTRY or any("/" not in image for image in images):
         return ()
     what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"

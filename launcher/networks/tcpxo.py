@@ -108,7 +108,7 @@ def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Netw
         folders.insert(0, f"{OWN}/lib64")
         volumes.append(net.volume("nccl-plugin"))
         mounts.append(own := net.mount("nccl-plugin", OWN))
-        # Brings plugin and NCCL into the pod (_CHART). --nccl-buildtype is no flag of the released installers.
+        # Brings plugin and NCCL into the pod (_CHART). The released installers have no flag --nccl-buildtype.
         commands = ["set -ex", f"chmod 755 {net.ENTRY}", net.INSTALL, f"cp -r /var/lib/tcpxo/* {OWN}/"]
         containers.insert(0, net.installer("nccl-plugin-installer", release.plugin, commands, own))
     return net.Network(

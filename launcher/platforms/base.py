@@ -34,7 +34,7 @@ class Platform(Protocol):
 
     def submit(self, submission: Submission) -> JobId:
         """Start the job, or reattach to the existing job with this id, which is never started twice. After
-        PlatformRefused nothing of it remains. After PlatformUnreachable, submitting again is safe."""
+        PlatformRefused it has no resources. After PlatformUnreachable, submitting again is safe."""
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
         """Return whether this id belongs to the attempt of that name in that folder. Nodes may write to the run index,
@@ -48,7 +48,7 @@ class Platform(Protocol):
         """Return the lines of all nodes after `position`, without waiting for more. No line is lost or repeated."""
 
     def cancel(self, job_id: JobId) -> None:
-        """Stop the job, and return when a listing proves that nothing of it remains. It is no error if it is gone.
+        """Stop the job, and return when a listing proves that no resources remain. A job that is gone is not an error.
         After PlatformUnreachable, cancelling again is safe."""
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ class JobRef:
 
     @classmethod
     def of(cls, job_id: JobId) -> Self:
-        what = f"{job_id!r} is no job of {cls.platform}; ids look like {cls.scheme}://…/name?nodes=2&kept=…"
+        what = f"{job_id!r} is not a job of {cls.platform}; ids look like {cls.scheme}://…/name?nodes=2&kept=…"
         try:
             url = urlsplit(job_id)
             query = parse_qs(url.query)

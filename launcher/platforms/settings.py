@@ -177,7 +177,7 @@ class ClusterSettings(PlatformSettings):
         machine = MACHINES.get(str(section.get("machine")))
         try:
             gpus = int(float(machine.gpus if machine else section.get("gpus") or 0))
-        except (TypeError, ValueError, OverflowError):  # the field `gpus` reports that this is no number
+        except (TypeError, ValueError, OverflowError):  # the field `gpus` reports that this is not a number
             return section
         return {**section, "processes_per_node": max(1, gpus)}
 

@@ -679,7 +679,7 @@ def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:
 
 
 def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path) -> None:
-    message = "and the job was cancelled: job 77: no nodes have what platform.constraint asks for"
+    message = "and the job was cancelled: job 77: no nodes match platform.constraint"
     with slurm_commands() as cluster, pytest.raises(JobRefused, match=message):
         run_on_slurm(cluster, tmp_path, state="PENDING", reason="(BadConstraints)")
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]

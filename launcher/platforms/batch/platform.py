@@ -143,7 +143,7 @@ class BatchPlatform:
 
     def check_access(self) -> str:
         where = self._settings.parent
-        with google_errors(BATCH, f"asking for the jobs of {where}", "PermissionDenied"):
+        with google_errors(BATCH, f"listing the jobs of {where}", "PermissionDenied"):
             self._batch.list_jobs({"parent": where, "page_size": 1}, timeout=_LIMIT)
             return f"Batch answers for {where}"
         raise LoginProblem(f"you may not list the jobs of {where} (batch.jobs.list)", fix=BATCH.roles)
@@ -171,7 +171,7 @@ class BatchPlatform:
 
     def _refuse_rivals(self, submission: Submission) -> None:
         run = submission.body["job"]["labels"].get(RUN)
-        with google_errors(BATCH, f"asking for other jobs of {run}"):
+        with google_errors(BATCH, f"listing other jobs of {run}"):
             for job in self._batch.list_jobs({"parent": submission.body["parent"]}, timeout=_LIMIT):
                 if job.labels.get(RUN) == run and job.name != submission.job_id and not states.state_of(job).is_final:
                     name = f"job {job.name} ({job.status.state.name})"
@@ -249,13 +249,13 @@ class BatchPlatform:
         return (f"job {job_id} ({job.status.state.name})", *tasks)
 
     def _job(self, job_id: JobId) -> batch_v1.Job | None:
-        with google_errors(BATCH, f"asking for {job_id}", "NotFound"):
+        with google_errors(BATCH, f"querying {job_id}", "NotFound"):
             return self._batch.get_job(name=job_id, timeout=_LIMIT)
         return None
 
     def _tasks(self, job_id: JobId) -> list[batch_v1.Task]:
-        # NotFound: deleted since we asked for the job.
-        with google_errors(BATCH, f"asking for the tasks of {job_id}", "NotFound"):
+        # NotFound: deleted since we queried the job.
+        with google_errors(BATCH, f"listing the tasks of {job_id}", "NotFound"):
             return list(self._batch.list_tasks(parent=f"{job_id}/taskGroups/group0", timeout=_LIMIT))
         return []
 

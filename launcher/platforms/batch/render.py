@@ -31,7 +31,7 @@ NVIDIA = "/var/lib/nvidia"
 HOSTS = "/etc/cloudbatch-taskgroup-hosts"
 """The file in which Batch lists the VMs, unless BATCH_HOSTS_FILE says otherwise."""
 
-# Codes of ours that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
+# Our exit codes that a restart would not fix, 1 and 2 of Python's own, and 50005: the job's time is over. The texts on
 # lifecycle policies disagree on codes that are not listed (TaskSpec: the default, which is to try again;
 # LifecyclePolicy.Action: the other action). For FAIL_TASK both mean the same.
 _FAULTS = (
@@ -256,7 +256,7 @@ mount -o remount,exec {NVIDIA}
 {NVIDIA}/bin/nvidia-smi -L || fail batch.driver "nvidia-smi shows no GPU" "see batch_agent_logs on its installation"
 """
 
-# Let the other VMs in, whom COS's own firewall keeps out; nobody else.
+# Let in only the other VMs, which COS's own firewall keeps out.
 _COS_FIREWALL = f"""{_HEAD}\
 for host in $(cat "${{BATCH_HOSTS_FILE:-{HOSTS}}}"); do
   iptables -w -A INPUT -s "$host" -j ACCEPT

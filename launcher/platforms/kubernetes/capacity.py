@@ -130,7 +130,7 @@ def machines(survey: Survey) -> Iterator[Finding]:
     # Without GPUs: a machine reports them only after their driver is installed.
     room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
     if pool and all(_too_small(node, room) for node in pool):
-        fix = "ask for less in platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
+        fix = "lower platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
         yield error("machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
     elif settings.cluster is not None:
         yield from pools(gke_cluster(settings)[1], settings, what)
@@ -233,7 +233,7 @@ def quotas(survey: Survey) -> Iterator[Finding]:
         if "/" not in resource:
             wanted[resource] = quantity * nodes
     wanted |= {f"limits.{resource}": quantity * nodes for resource, quantity in _total(pod, "limits").items()}
-    fix = "have it raised, or ask for less (platform.nodes, cpus, memory)"
+    fix = "have it raised, or request less (platform.nodes, cpus, memory)"
     for quota in listed:
         name, spec, used = quota["metadata"]["name"], quota["spec"], quota.get("status", {}).get("used", {})
         hard = {} if spec.get("scopes") or spec.get("scopeSelector") else spec.get("hard", {})

@@ -75,7 +75,7 @@ WORKLOADS = Resource("kueue.x-k8s.io", "v1beta1", "workloads")
 WORKLOAD_PRIORITIES = Resource("kueue.x-k8s.io", "v1beta1", "workloadpriorityclasses", namespaced=False)
 TOPOLOGIES = Resource("kueue.x-k8s.io", "v1beta1", "topologies", namespaced=False)
 
-# What a submission may hold, by kind.
+# The objects that a submission may contain, by kind.
 SENT: Mapping[str, Resource] = {
     "JobSet": JOBSETS,
     "Job": JOBS,
@@ -135,7 +135,7 @@ class Cluster:
         self._ends = math.inf
 
     def with_deadline(self, seconds: float) -> Cluster:
-        """Return the same cluster with a limit of so many seconds, from now on, for all calls together."""
+        """Return the same cluster with a limit of N seconds, from now on, for all calls together."""
         limited = copy(self)
         limited._ends = time.monotonic() + seconds
         return limited
@@ -174,11 +174,11 @@ class Cluster:
         return self.ask("POST", resource.path(namespace), query, body)
 
     def delete(self, resource: Resource, namespace: str, *, labels: str) -> None:
-        """Delete the objects with these labels and all that they own. It is no error if there is none."""
+        """Delete the objects with these labels and all that they own. Missing objects are not an error."""
         self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, _DELETE, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
-        """Delete this object and all that it owns. It is no error if it is gone."""
+        """Delete this object and all that it owns. A missing object is not an error."""
         meta = thing["metadata"]
         self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, _DELETE, missing={})
 
@@ -281,7 +281,7 @@ class Cluster:
         raise AssertionError("the last try returns or raises")
 
     def _problem(self, answer: urllib3.HTTPResponse) -> LauncherError:
-        """Return the error of an answer. It has no traceback of ours: the answer's text may repeat the token."""
+        """Return the error of an answer. It omits our traceback, because the answer's text may repeat the token."""
         text = answer.data.decode(errors="replace")
         content = _object_in(text)
         message = redacted(str(content.get("message") or text[:300]))
@@ -300,7 +300,7 @@ class Cluster:
         self, method: str, path: str, query: Mapping[str, str], body: ApiObject | None, accept: str,
         timeout: tuple[float, float],
     ) -> urllib3.HTTPResponse:  # fmt: skip
-        """Send one request. Its headers hold the token, so no error leaves this function with a traceback of ours."""
+        """Send one request. Its headers hold the token, so no error leaves this function with our traceback."""
         from urllib.parse import urlencode
 
         client = self._client

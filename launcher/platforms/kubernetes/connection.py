@@ -104,7 +104,7 @@ def _without_programs(path: str, context: str | None) -> Any:
 
     file = Path(path).expanduser()
     if not file.is_file():  # reading a device would never end
-        raise ConfigException(f"{file} is no file")
+        raise ConfigException(f"{file} is not a file")
     document = KubeConfigMerger(str(file)).config  # type: ignore[no-untyped-call]
     user = document["contexts"].get_with_name(context or document["current-context"])["context"].safe_get("user")
     known = document["users"].get_with_name(user, safe=True) if user else None
@@ -179,7 +179,7 @@ def _gke_cluster(
 
     def renew(*, unless_valid: bool = False) -> None:
         """Get another token: the cluster has rejected the present one, or it has expired."""
-        with lock, google_errors(GKE, "asking Google Cloud for a new token"):
+        with lock, google_errors(GKE, "requesting a new token from Google Cloud"):
             if not (unless_valid and credentials.valid):
                 credentials.refresh(Request())  # type: ignore[no-untyped-call]
 

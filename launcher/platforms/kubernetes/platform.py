@@ -78,7 +78,7 @@ class GkePlatform:
         return f"{self.cluster.where} answers ({version})"
 
     def check(self, submission: Submission) -> Iterator[Finding]:
-        """Yield the problems of the config alone, then what the cluster lacks for the job."""
+        """Yield the problems of the config itself, then those of the cluster."""
         items = submission.body["items"]
         yield from check_settings(self._settings, items)
         try:
@@ -309,7 +309,7 @@ def _list_remaining(
             else:
                 found, _ = cluster.list(resource, job.namespace, labels=job.labels)
         except api.NotFound:
-            continue  # a cluster without that kind has nothing of it
+            continue  # a cluster without that kind has no such objects
         except api.Forbidden as error:
             refused[resource] = error
             continue

@@ -65,7 +65,7 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
 
 
 def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
-    """Yield the errors and risks of the config alone."""
+    """Yield the errors and risks of the config itself."""
     fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
     yield from fabric.problems
     # Logs, checkpoints and datasets are in a place that outlives the pods and that all nodes see.
@@ -136,7 +136,7 @@ def networks(survey: Survey) -> Iterator[Finding]:
     found = {row["network"]: survey.get(api.NETWORKS, row["network"]) for row in rows if row["network"] != "default"}
     lacking = [name for name, thing in found.items() if thing is None]
     if lacking:
-        existing = ", ".join(name for name in found if name not in lacking) or "none of them"
+        existing = ", ".join(name for name in found if name not in lacking) or "none"
         what = f"the Network objects {', '.join(lacking)} are missing (there are {existing})"
         fix = f"create them with their VPCs, or see that the cluster has multi-networking: {_NETWORKS}"
         yield error("networks", what, fix)
@@ -150,7 +150,7 @@ def networks(survey: Survey) -> Iterator[Finding]:
     away = [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]
     if away:
         what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, away))} are missing, or Multus is"
-        fix = "name those of kubectl get network-attachment-definitions -A; a name alone is one of platform.namespace"
+        fix = "name those of kubectl get network-attachment-definitions -A; a bare name is one of platform.namespace"
         yield error("networks", what, fix)
     if (found or wanted) and not (lacking or away):
         yield info("networks", f"the networks {', '.join(found or wanted)}")
@@ -204,7 +204,7 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
         else:
             yield info("installer", f"the nodes have {network} {wanted}")
     if is_injected and not has_injector:
-        what = "the DaemonSet device-injector is missing: pods would not get the GPUs' devices they ask for"
+        what = "the DaemonSet device-injector is missing: pods would not get the devices of the GPUs they request"
         yield error("device-injector", what, _apply(f"{CEA}/nri_device_injector/{_INJECTOR}.yaml"))
     yield from incomplete
 
@@ -254,7 +254,7 @@ def _kueue(survey: Survey) -> Iterator[Finding]:
         levels = [level["nodeLabel"] for topology in listed for level in topology["spec"]["levels"]]
         if label not in levels:
             known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-            yield error("topology", f"{label} is no level of Kueue's Topology; {known}", "fix platform.topology")
+            yield error("topology", f"{label} is not a level of Kueue's Topology; {known}", "fix platform.topology")
 
 
 def _pvc(survey: Survey) -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """The reasons why a cluster refuses a job or does not run it yet: the cluster's messages as findings with a fix.
 
-A 403 alone means little: quotas, limits, policies and missing roles all answer with it. The pods of a job are alike, so
+A bare 403 means little: quotas, limits, policies and missing roles all answer with it. The pods of a job are alike, so
 one waiting pod stands for the others, and the number of calls does not grow with the nodes.
 """
 
@@ -48,7 +48,7 @@ def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
 _ADMISSION = (
     Phrase(r"exceeded quota: ([^,]+), requested: (.*?), used: (.*?), limited: ([^,]+(?:,[^,=]+=[^,]+)*)", "quota",
            "the namespace's quota {0} has no room: {1} requested, {2} in use, {3} allowed",
-           "have the quota raised, wait for other jobs to end, or ask for less (platform.nodes, cpus, memory)"),
+           "have the quota raised, wait for other jobs to end, or request less (platform.nodes, cpus, memory)"),
     Phrase(r"failed quota: ([^:]+): must specify ([^;,]+(?:[;,] ?[^;,]+)*)", "quota",
            "the namespace's quota {0} lets in only pods that specify {1}",
            "set platform.cpus and platform.memory for requests; limits come from a LimitRange with defaults", "error"),
@@ -69,7 +69,7 @@ _ADMISSION = (
     Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
     Phrase(r"""(?:admission webhook "|ValidatingAdmissionPolicy ')([^"']+)["'].*? denied (?:the )?request: (.*)""",
            "policy", "the cluster's policy {0} says no: {1}",
-           "do what it says, or ask who runs the cluster for an exception", "error"),
+           "follow the policy, or request an exception from the cluster's administrator", "error"),
     Phrase(r"(namespace \S+) because it is being terminated", "namespace", "the {0} is being removed",
            "take another platform.namespace, or wait and create it again", "error"),
     Phrase(r'([Uu]ser "[^"]+" cannot \w+ resource .*)', "permission", "{0}", CLUSTER_ROLES, "error"),
@@ -79,7 +79,7 @@ _ADMISSION = (
 def refusals(message: str, area: str) -> list[Finding]:
     """Return all reasons in the message, at least one, each with its fix. Their codes begin with `area`."""
     known = [finding for phrase in _ADMISSION for finding in phrase.read(message, area)]
-    return known or [Finding("error", f"{area}.refused", message, "change what it names, or ask who runs the cluster")]
+    return known or [Finding("error", f"{area}.refused", message, "change what it names, or contact the administrator")]
 
 
 def advice(message: str) -> str:
@@ -113,7 +113,7 @@ _SCHEDULER = (
     Phrase(r"^(\d+) Insufficient nvidia\.com/gpu", "gpus", "{0} machines have not enough free GPUs",
            "wait for other jobs to end, add machines, or take fewer platform.nodes"),
     Phrase(r"^(\d+) Insufficient (\S+)", "resources", "{0} machines have not enough free {1}",
-           "ask for less in platform.cpus or platform.memory, or take larger machines"),
+           "lower platform.cpus or platform.memory, or take larger machines"),
     Phrase(r"untolerated taint(?:\(s\))? \{([^:}]+):? ?([^}]*)\}", "taint", "machines are tainted {0}={1}",
            "take the taint off, or take another platform.node_pool", "error"),
     Phrase(r"^(\d+) node\(s\) had untolerated taint(?:\(s\))?$", "taint",
@@ -146,7 +146,7 @@ def unschedulable(message: str) -> Iterator[Finding]:
     """Yield every reason of a scheduler's message, each with its fix. The text behind the first sentence says why the
     pod can replace no other one."""
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
-    fix = "`kubectl describe pod` and `kubectl describe nodes` show more; ask who runs the cluster"
+    fix = "`kubectl describe pod` and `kubectl describe nodes` show more; or contact the cluster's administrator"
     for reason in re.split(r", (?=\d+ )", head):
         unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", fix)
         yield from _first(_SCHEDULER, reason) or [unknown]
@@ -202,7 +202,7 @@ _EVENTS = (
     Phrase(r"(?s)^NotTriggerScaleUp: (.+)", "scale-up", "no machine will be added: {0}",
            "raise the node pool's limit, or take another platform.node_pool"),
     Phrase(r"(?s)^FailedScaleUp: (.*(?:[Qq]uota|QUOTA).*)", "project-quota", "the project's quota is used up: {0}",
-           "ask for more at console.cloud.google.com/iam-admin/quotas, or take another location"),
+           "request more at console.cloud.google.com/iam-admin/quotas, or take another location"),
     Phrase(r"(?s)^FailedScaleUp: (.+)", "capacity", "Google has no machine to give: {0}",
            "wait, use a platform.reservation or platform.flex_start, or take another location"),
 )  # fmt: skip

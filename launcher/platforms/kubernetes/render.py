@@ -52,7 +52,7 @@ _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 
 
 def job_name(name: str) -> str:
-    """Return the name of the one Job that JobSet makes for a JobSet of ours."""
+    """Return the name of the one Job that JobSet makes for our JobSet."""
     return f"{name}-{NODES}-0"
 
 
@@ -278,7 +278,7 @@ def _environment(
         add("LITGPT_DATASET", f"{BUCKETS}/{bucket_path(job.stage[0])}", "where the dataset's bucket is mounted")
     users = {**job.env, **settings.env, **settings.secrets}
     if unprivileged and "USER" not in users:  # a user id that the image does not know
-        add("USER", "trainer", "torch.compile asks for the user's name (getpass), and the image may not know one")
+        add("USER", "trainer", "torch.compile queries the user's name (getpass), and the image may not know one")
     if read_only and "HOME" not in users:
         add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
     for name, entry in settings.secrets.items():

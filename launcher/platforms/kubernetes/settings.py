@@ -71,7 +71,7 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
     host_network: bool = False
     """Pods share the nodes' network namespace; with GPUDirect they are then privileged."""
     network_policy: bool = True
-    """Pods take connections from the other pods of their attempt alone, by a NetworkPolicy."""
+    """Pods accept connections only from the other pods of their attempt, by a NetworkPolicy."""
     allow_tcp_fallback: bool = False
     """Continue if NCCL uses plain sockets instead of the network; otherwise such a run stops."""
     queue: str | None = Field(None, pattern=OBJECT_NAME)
@@ -157,7 +157,7 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         if self.queue is None and (self.topology, self.slice_nodes) != (None, None):
             raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
         if self.slice_nodes is not None and self.nodes % self.slice_nodes:
-            raise ValueError(f"platform.nodes={self.nodes} is no multiple of slice_nodes={self.slice_nodes}")
+            raise ValueError(f"platform.nodes={self.nodes} is not a multiple of slice_nodes={self.slice_nodes}")
         if self.flex_start != (self.flex_start_duration is not None):
             raise ValueError("platform.flex_start=true needs platform.flex_start_duration, and the reverse; set both")
         if self.spot and self.flex_start:

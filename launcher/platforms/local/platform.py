@@ -207,7 +207,7 @@ def _refuse_rivals(run: str, directory: Path) -> None:
 def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
     if port is None or port_is_free(port) or _live(directory):
         return None
-    owner = "a process of somebody else"
+    owner = "a process of another user"
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
@@ -243,7 +243,7 @@ class _Result(BaseModel):
 
 def _read(path: Path, kind: type[T]) -> T | None:
     with contextlib.suppress(FileNotFoundError):
-        fix = f"see that nothing of the job runs, then remove {path.parent}"
+        fix = f"check that no process of the job runs, then remove {path.parent}"
         return parse_json(path.read_bytes(), kind, where=str(path), fix=fix)
     return None
 
@@ -279,7 +279,7 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
         preallocate(directory / name)
     atomic_write_json(directory / SUBMISSION, content)
-    # Ranks get the keys to Prefect's server only where the job asks for them.
+    # Ranks get the keys to Prefect's server only if the job requests them.
     withheld = _PREFECTS_KEYS - {*submission.body["secrets"]}
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     with (directory / "supervisor.log").open("ab") as log:

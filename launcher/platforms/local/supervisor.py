@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         time.sleep(0.005)  # the parent has the job's mark too, and the end of a very short job must not kill it
     cancellations: list[float] = []  # when SIGTERM came, on the monotonic clock
     signal.signal(signal.SIGTERM, lambda *_: cancellations.append(time.monotonic()))
-    # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C reaches none of it. This
+    # The command line starts everything with SIGINT blocked, so that its terminal's Ctrl-C does not reach it. This
     # process has no terminal, and the scripts that it starts may want the signal.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     path = directory / SUBMISSION

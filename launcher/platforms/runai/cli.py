@@ -77,7 +77,7 @@ REFUSALS = (
     r'"[^"]*" was not found|invalid (?:workload )?name',
 )
 _REFUSED = re.compile("|".join(REFUSALS), re.IGNORECASE)
-# An error of Go's HTTP client (net/url: Error) is none of the server's words, though its URL may look like them.
+# An error of Go's HTTP client (net/url: Error) is not the server's answer, though its URL may look like one.
 _UNANSWERED = re.compile(r'\b(?:Get|Post|Put|Patch|Delete|Head) "?https?://')
 _LOGIN = re.compile(
     r"unauthori[sz]ed|\b401\b|not logged in|(must|please) (log|sign) ?in|runai login|token .*expired", re.IGNORECASE
@@ -111,7 +111,7 @@ class Cli:
                 if done.returncode == 0 and "--workers" in flags:
                     return Dialect(generation, command, flags)
                 tried.append(f"`{' '.join(command)}`")
-        what = f"{self._settings.cli} knows none of {', '.join(tried)}, so it cannot submit a PyTorch training"
+        what = f"{self._settings.cli} has no command {' or '.join(tried)}, so it cannot submit a PyTorch training"
         raise ConfigProblem(what, fix="install a runai that does (2.10 or newer), or submit by REST (platform.url)")
 
     @property
@@ -272,7 +272,7 @@ class Cli:
         if _LOGIN.search(last):
             raise LoginProblem(what, fix=f"log in with `{self._settings.cli} login`, and run again")
         if answered and _FORBIDDEN.search(last):
-            fix = f"ask for a role in the project {self._settings.project}, or log in as somebody who has one"
+            fix = f"request a role in the project {self._settings.project}, or log in as a user who has one"
             raise LoginProblem(what, fix=fix)
         if answered and _REFUSED.search(printed):
             raise PlatformRefused(what, fix=f"see that the project {self._settings.project} exists and is yours")

@@ -117,7 +117,7 @@ class RunaiPlatform:
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         if self._api.excludes:
-            return None, "ask the cluster's administrator to have the machine repaired or cordoned off"
+            return None, "have the cluster's administrator repair the machine or cordon it off"
         instead = "install a newer one, submit by REST (platform.url), or take other platform.node_pools"
         return 0, f"`{self._settings.cli}` has no --exclude-node: {instead}"
 

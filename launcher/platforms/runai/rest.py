@@ -30,10 +30,10 @@ PROJECT_ID = "(id of project {})"
 CLUSTER_ID = "(id of its cluster)"
 """Stand in what is rendered for ids that only the server knows; `submit` fills them in."""
 
-# Seconds for one answer, and how often a request that nobody answered is sent again.
+# Seconds for one answer, and how often a request without an answer is sent again.
 _TIMEOUT = 30.0
 _TRIES = 4
-# Refusals that say nothing about the request: nobody waited for it, or it came too early or too often.
+# Refusals that do not depend on the request: the server did not wait for it, or it came too early or too often.
 _UNCLEAR = {httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_EARLY, httpx.codes.TOO_MANY_REQUESTS}
 # Seconds before its end that a token is renewed.
 _EARLY = 60.0
@@ -175,7 +175,7 @@ class Rest:
         raise LoginProblem(what, fix=fix)
 
     def _send(self, request: httpx.Request, *, tries: int = _TRIES) -> httpx.Response:
-        """Send a request, and repeat it if nobody answers: queries and deletions are safe to repeat."""
+        """Send a request, and repeat it if there is no answer: queries and deletions are safe to repeat."""
         what, problem = f"{request.method} {self._settings.url}{request.url.path}", ""
         for number in range(tries):
             if number:

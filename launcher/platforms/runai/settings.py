@@ -72,7 +72,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     cli: str = "runai"
     """The name on PATH of the `runai` program, as `runai-2.18`. Its login is its own."""
     cli_version: Literal["auto", "v1", "v2"] = "auto"
-    """v1 has `runai submit-dist pytorch`, v2 `runai training pytorch submit`; auto asks the program."""
+    """v1 has `runai submit-dist pytorch`, v2 `runai training pytorch submit`; auto queries the program."""
     project: str = Field(pattern=NAME)
     """Run:ai project that the job belongs to."""
     cluster: str | None = None
@@ -115,7 +115,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     interactive: bool = False
     """Pods only wait (`sleep infinity`); the command that `train-litgpt render` prints is then run in each by hand."""
     grace_period: WholeSeconds = Field(20, ge=1, le=3600)
-    """Seconds that ranks have to save when they are asked to leave; Kubernetes gives a pod 30 seconds by itself."""
+    """Seconds that ranks have to save after SIGTERM; Kubernetes gives a pod 30 seconds by default."""
 
     @property
     def fabric(self) -> Network:
@@ -157,7 +157,7 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
             raise ValueError("platform.api=rest needs platform.url, as in https://my-company.run.ai")
         if (self.run_as_user and self.uid is not None) or (self.uid is None and self.gid is not None):
             what = f"platform.uid={self.uid} with gid={self.gid}, run_as_user={self.run_as_user}"
-            raise ValueError(f"{what}; give uid and gid, or run_as_user alone")
+            raise ValueError(f"{what}; give uid and gid, or only run_as_user")
         for name, entry in self.secrets.items():
             if not re.fullmatch(r"[^/]+/[^/]+", entry):
                 fix = "name a Kubernetes secret of the project and its entry"

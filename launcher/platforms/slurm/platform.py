@@ -63,7 +63,7 @@ _FAILURE_CLASSES = {
 # https://slurm.schedmd.com/job_reason_codes.html; those that are not here are shown as they are.
 _REASONS = {
     "Priority": ("jobs of a higher priority come first", "wait, or take another partition or qos"),
-    "Resources": ("the nodes that it needs are in use", "wait, or ask for fewer nodes or less time"),
+    "Resources": ("the nodes that it needs are in use", "wait, or request fewer nodes or less time"),
     "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", "see `sinfo -R`, or exclude fewer nodes"),
     "PartitionTimeLimit": ("platform.time is longer than the partition allows", "shorten it: see `sinfo -o '%P %l'`"),
     "PartitionNodeLimit": (
@@ -72,9 +72,9 @@ _REASONS = {
     ),
     "PartitionDown": ("the partition is down", "take another one: see `sinfo`"),
     "PartitionInactive": ("the partition is inactive", "take another one: see `sinfo`"),
-    "BadConstraints": ("no nodes have what platform.constraint asks for", "see `sinfo -o '%P %f'`"),
+    "BadConstraints": ("no nodes match platform.constraint", "see `sinfo -o '%P %f'`"),
     "JobHeldUser": ("you hold it", "scontrol release it"),
-    "JobHeldAdmin": ("an administrator holds it", "ask them"),
+    "JobHeldAdmin": ("an administrator holds it", "contact them"),
     "BeginTime": ("its time to begin has not come", "wait: a requeued job is held back for two minutes"),
     "InvalidAccount": ("platform.account is not valid", "see `sacctmgr show associations user=$USER`"),
     "InvalidQOS": ("platform.qos is not valid", "see `sacctmgr show associations user=$USER format=qos`"),
@@ -83,15 +83,15 @@ _REASONS = {
 }
 _LIMIT = re.compile(r"(Assoc|QOS)(?P<who>Max|Grp|)(?P<what>.*)")
 
-# Reasons that no end of another job removes (src/common/job_state_reason.c): the job asks for what it may not have, or
-# for what is used up for months. A hold is somebody's will, and PartitionNodeLimit may also mean that nodes are down or
+# Reasons that no end of another job removes (src/common/job_state_reason.c): the job requests more than it may have,
+# or what is used up for months. A hold is a decision, and PartitionNodeLimit may also mean that nodes are down or
 # drained (https://slurm.schedmd.com/job_reason_codes.html).
 _LASTING = re.compile(
     r"(?:Bad)?Constraints|Partition(?:TimeLimit|Config)|Invalid(?:Account|QOS)|(?:Account|QOS)NotAllowed"
     r"|DependencyNeverSatisfied|Reservation(?:Deleted|Invalid)|DeadLine|MaxMemPerLimit|QOSMin\w+"
     r"|(?:Assoc|QOS)(?:Max\w+Per(?:Job|Node)(?:Limit)?|Grp(?:\w+(?<!Run)Minutes(?:Limit)?|WallLimit))"
 )
-# Limits on all jobs of one user: while none of them runs, this job exceeds the limit alone.
+# Limits on all jobs of one user: if no other job of the user runs, this job itself exceeds the limit.
 _OF_ONE_USER = re.compile(r"AssocMax\w+|QOSMax\w+PerUser(?:Limit)?")
 
 # Messages of slurmctld, munge and ssh during an outage (src/common/slurm_errno.c).
@@ -111,7 +111,7 @@ _RUN = re.compile(rf"{re.escape(RUN_LABEL)}=([^\s'\"]+)")
 """The run in a job's comment."""
 _CLUSTER = re.compile(r"^ClusterName\s*=\s*(\S+)", re.MULTILINE)
 # Variables are options of Slurm's commands too, as a profile or an allocation around this process sets them. Those of
-# sbatch win over the script and go on into the job (https://slurm.schedmd.com/sbatch.html, INPUT ENVIRONMENT
+# sbatch override the script and reach the job (https://slurm.schedmd.com/sbatch.html, INPUT ENVIRONMENT
 # VARIABLES), those of squeue hide jobs. The way to the cluster stays. Times are printed in the cluster's zone, which
 # may be another one, unless they are to be seconds since 1970.
 _AS_WRITTEN = (
@@ -206,7 +206,7 @@ class SlurmPlatform:
             yield finding_of(error, f"slurm.{codes.get(type(error), 'controller')}")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
-        return None, "ask the cluster's administrator to drain the node"
+        return None, "have the cluster's administrator drain the node"
 
     def check_access(self) -> str:
         where = f" on {self._settings.host}" if self._settings.host else ""
@@ -277,8 +277,8 @@ class SlurmPlatform:
         return job_id == SlurmJob(settings.host or "", attempt_name, settings.nodes, directory).job_id
 
     def status(self, job_id: JobId) -> JobStatus:
-        """Return the state from the queue, else from the accounts, else from the nodes' reports. A job that is in none
-        of them has failed, but for a user who may not see it is PlatformUnreachable."""
+        """Return the state from the queue, else from the accounts, else from the nodes' reports. A job that is not
+        found has failed, but raises PlatformUnreachable for a user who may not see it."""
         job = SlurmJob.of(job_id)
         record = self._submission_of(job)
         row = self._find(job, record)
@@ -380,7 +380,7 @@ class SlurmPlatform:
             if "denied" not in error.what:
                 raise
             what = f"job {row.number} is {row.user}'s, and Slurm does not let {self._whoami[0]} end it ({error.what})"
-            raise PlatformRefused(what, fix=f"ask {row.user} to cancel it") from error
+            raise PlatformRefused(what, fix=f"have {row.user} cancel it") from error
 
     def _live(self, job_id: JobId) -> _Row | None:
         job = SlurmJob.of(job_id)
@@ -477,7 +477,7 @@ class SlurmPlatform:
         what = f"`{argv[0]}` says: {message[:1000]}"
         if host is not None and code == 255:
             if "Permission denied" in message or "Host key verification" in message:
-                raise LoginProblem(f"ssh {host}: {message[:1000]}", fix=f"see that `ssh {host} true` asks nothing")
+                raise LoginProblem(f"ssh {host}: {message[:1000]}", fix=f"make `ssh {host} true` work without a prompt")
             raise PlatformUnreachable(what)
         if code == 127:
             what = f"{host or 'this machine'} has no `{argv[0]}` on PATH"
@@ -511,13 +511,13 @@ def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
     what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
     limit = _LIMIT.fullmatch(reason)
     if limit:
-        whose, kind, fix = "the quality of service's", "limit", "wait for other jobs to end, or ask for less"
+        whose, kind, fix = "the quality of service's", "limit", "wait for other jobs to end, or request less"
         if reason.startswith("Assoc"):
             whose = "the account's or user's"
         if limit["who"] == "Grp":
             kind = "limit on all of its jobs together"
         if lasts:
-            fix = "ask for less, or for a higher limit"
+            fix = "request less, or a higher limit"
         what = f"{whose} {kind} is reached ({reason})"
     severity: Severity = "error" if lasts else "warning"
     return Finding(severity, f"slurm.{reason}", f"job {row.number}: {what}", fix)

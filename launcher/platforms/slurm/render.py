@@ -168,8 +168,8 @@ fail() {{
 }}
 """
 
-# The batch script itself runs on the first node alone, and prints into its log. SIGTERM, which Slurm sends before the
-# time limit, goes on to the nodes (`scancel --signal` reaches the steps and not this shell), and the shell waits until
+# The batch script itself runs only on the first node, and prints into its log. SIGTERM, which Slurm sends before the
+# time limit, reaches the nodes (`scancel --signal` reaches the steps and not this shell), and the shell waits until
 # they have saved. Each job has a port of its own, for two jobs may share a machine. A node that loses its peers ends by
 # itself; `--wait` ends one that does not.
 #

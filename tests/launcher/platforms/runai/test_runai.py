@@ -169,7 +169,7 @@ def test_foreign_project_is_a_login_problem(
     platform = by_program("v2")
     assert platform.render(waiting)
     cluster.fault = message
-    with pytest.raises(LoginProblem, match="ask for a role in the project team-a"):
+    with pytest.raises(LoginProblem, match="request a role in the project team-a"):
         platform.check_access()
     assert "runai.login" in found(platform, waiting)
 
