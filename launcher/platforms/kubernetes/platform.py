@@ -150,8 +150,10 @@ class GkePlatform:
                 continue
             for workload in found:
                 name = workload["metadata"]["name"]
-                is_own = (kind, name) == (own_kind, job.name)
-                if is_own or states.owners_of(workload) or states.final(workload) is not None:
+                if (kind, name) == (own_kind, job.name) or states.owners_of(workload):
+                    continue
+                # An ended job is in the way only if it is this attempt as the other kind.
+                if name != job.name and states.final(workload) is not None:
                     continue
                 if workload["metadata"].get("deletionTimestamp"):
                     raise PlatformUnreachable(f"{name}, an older job of the same run, is still being removed")

@@ -322,11 +322,11 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
     taints = {"user-workload": "true"}
     if machine is not None and machine.arch == "arm64":
         taints["kubernetes.io/arch"] = "arm64"
-    if settings.node_pool is not None:
+    if settings.node_pool:
         selector["cloud.google.com/gke-nodepool"] = settings.node_pool
     if settings.spot:
         selector["cloud.google.com/gke-spot"] = taints["cloud.google.com/gke-spot"] = "true"
-    if settings.reservation is not None:
+    if settings.reservation:
         selector["cloud.google.com/reservation-name"] = settings.reservation
     if settings.flex_start:
         # https://github.com/GoogleCloudPlatform/cluster-toolkit/blob/104708037/examples/gke-a3-ultragpu/nccl-jobset-example.yaml

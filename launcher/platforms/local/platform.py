@@ -175,8 +175,9 @@ class LocalPlatform:
         while _live(directory) and time.monotonic() < deadline:
             # Another process may have the supervisor's pid by now, so that the process must have the job's mark too.
             pid = _supervisor(directory).pid
-            for process in processes_with_env(JOB_TAG, _mark(directory)):
-                if process.pid == pid and not is_terminated:
+            marked = [] if is_terminated else processes_with_env(JOB_TAG, _mark(directory))  # reads all processes
+            for process in marked:
+                if process.pid == pid:
                     is_terminated = True
                     with contextlib.suppress(psutil.NoSuchProcess):
                         process.terminate()

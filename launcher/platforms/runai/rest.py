@@ -210,12 +210,12 @@ class Rest:
         return self._without_secrets("; ".join(parts) or str(document))[:300]
 
     def _without_secrets(self, text: str) -> str:
-        secrets = [self._token.get_secret_value()]
+        # No variable holds a secret, because a traceback may show variables.
         with suppress(LoginProblem):  # the file of the credentials has disappeared
             credentials = self._credentials()
             if credentials is not None:
-                secrets.append(credentials.client_secret)
-        return redacted(text, *secrets)
+                text = redacted(text, credentials.client_secret)
+        return redacted(text, self._token.get_secret_value())
 
 
 def body(work: Workload) -> dict[str, Any]:

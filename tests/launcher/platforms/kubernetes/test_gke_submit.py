@@ -27,6 +27,17 @@ def test_submit_does_not_restart_an_ended_job(cluster: Cluster, tmp_path: Path) 
     assert platform.status(job_id).state is JobState.SUCCEEDED
 
 
+def test_ended_job_is_not_submitted_as_a_jobset(cluster: Cluster, tmp_path: Path) -> None:
+    """Also without a NetworkPolicy, which would belong to the first one."""
+    platform, job_id = begun(cluster, tmp_path, workload="job", network_policy=False)
+    cluster.finish("demo")
+    until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
+    second = gke(cluster, workload="jobset", network_policy=False)
+    with pytest.raises(PlatformRefused, match="two jobs would overwrite"):
+        second.submit(second.render(job(tmp_path)))
+    assert cluster.objects("jobsets") == []
+
+
 def test_submit_makes_one_job_when_an_answer_is_lost(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     cluster.answer(500, times=1, verb="create", resource="jobsets")
