@@ -40,7 +40,7 @@ def test_no_flipped_bit_changes_what_the_nodes_are_told(
     if content == sound:
         assert read_spec(run) == SPEC
     else:
-        with pytest.raises(DataError, match=r"config\.json is not .*; copy a sound one.* `train-litgpt run` .* anew$"):
+        with pytest.raises(DataError, match=r"config\.json is not .*; copy a sound one.* `train-litgpt run` .* again$"):
             read_document(run)
 
 
