@@ -270,7 +270,7 @@ def leave_in(step: int, run: Path) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
 
     training.model.register_forward_pre_hook(sigterm)
-    with pytest.raises(Preempted, match=r"asked to leave; step \d+ is saved"):
+    with pytest.raises(Preempted, match=r"training was stopped; step \d+ is saved"):
         fit(training)
 
 
