@@ -82,7 +82,9 @@ class RunReport:
     @property
     def parameters(self) -> int:
         """The model's; 0 where they are not known yet."""
-        return self.final.parameters if self.final else int(self.progress.start.get("parameters") or 0)
+        if self.final is not None:
+            return self.final.parameters
+        return int(self.progress.start.get("parameters") or 0)
 
 
 def outcome(report: RunReport) -> str:
@@ -197,7 +199,9 @@ def fraction(progress: Preparation) -> float | None:
     """The share of the encoding, which is nearly all of the work; None where the end is not known."""
     if progress.phase == "publish":
         return 1.0
-    return progress.text_bytes / progress.all_bytes if progress.all_bytes else None
+    if not progress.all_bytes:
+        return None
+    return progress.text_bytes / progress.all_bytes
 
 
 def dataset_table(manifest: DatasetManifest, *, seconds: float) -> list[dict[str, str]]:
@@ -279,7 +283,7 @@ def _differing(logits: float) -> str:
 
 
 def _of_steps(progress: Progress) -> str:
-    return f"{progress.step:,} of {progress.steps:,}" if progress.steps else f"{progress.step:,}"
+    return " of ".join(f"{number:,}" for number in (progress.step, progress.steps) if number is not None)
 
 
 def markdown(report: RunReport) -> str:

@@ -164,7 +164,9 @@ class FolderLease:
 
     def _released(self, term: int) -> int | None:
         released = self._read(f"{term}.released.json", dict[str, int], damaged={})
-        return None if released is None else released.get("stopped", 0)
+        if released is None:
+            return None
+        return released.get("stopped", 0)
 
     def _read(self, path: str, kind: type[T], *, damaged: T | None = None) -> T | None:
         try:

@@ -208,4 +208,6 @@ class RunaiPlatform:
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         name = WorkloadReference.of(job_id).name
         phase = self._api.phase(name)
-        return () if phase is None else (f"workload {name} ({phase})",)
+        if phase is None:
+            return ()
+        return (f"workload {name} ({phase})",)

@@ -371,7 +371,9 @@ class SlurmPlatform:
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         row = self._live(job_id)
-        return () if row is None else (f"job {row.number} ({row.state})",)
+        if row is None:
+            return ()
+        return (f"job {row.number} ({row.state})",)
 
     def _scancel(self, row: _Row, *flags: str) -> None:
         try:
@@ -387,7 +389,9 @@ class SlurmPlatform:
         row = self._find(job, self._submission_of(job), fresh=True)
         if row is None:
             self.status(job_id)  # raises where the job may run and cannot be seen from here
-        return None if row is None or row.has_ended else row
+        if row is None or row.has_ended:
+            return None
+        return row
 
     def _submission_of(self, job: SlurmJob) -> SlurmSubmission | None:
         if job in self._records:
