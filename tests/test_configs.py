@@ -15,7 +15,7 @@ from launcher.platforms import settings_classes
 CHECKOUT = Path(__file__).parents[1]
 CONFIGS = sorted((CHECKOUT / "deployments" / "configs").glob("*.yaml"))
 # Those for a cluster: their registries, buckets and corpora cannot be asked from here.
-CLUSTER = [path for path in CONFIGS if path.name.startswith(("batch", "gke", "runai", "slurm"))]
+CLUSTER = [path for path in CONFIGS if path.name.startswith(("batch", "gke", "kubernetes", "runai", "slurm"))]
 # A config is a training unless it stands here.
 KINDS = {
     "pi.yaml": "ScriptConfig", "sweep.yaml": "SweepConfig", "network.yaml": "BenchmarkConfig",

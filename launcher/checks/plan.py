@@ -24,7 +24,6 @@ from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text, shown
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
-from launcher.platforms.base import Platform
 from launcher.runs.attempts import Claim, claim_at, resolve_name_conflicts
 from launcher.runs.restarts import RestartPolicy
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
@@ -77,7 +76,7 @@ def plan_of(config: AnyConfig) -> Plan:
         findings_of_one += blockers
     findings = _grouped(list(works), found)
     findings += _about_parallel(config, inspections)
-    findings += _about_access(inspections[0].claim.platform, findings)
+    findings += _about_access(inspections[0].claim, findings)
     findings += _about_restarts(inspections[0].claim.config)
     if not isinstance(config, RunConfig):
         return Plan(findings=findings)
@@ -103,14 +102,15 @@ def plan_of(config: AnyConfig) -> Plan:
     return Plan(steps=step_rows, trials=trial_rows, arithmetic=figures, findings=findings)
 
 
-def _about_access(platform: Platform, findings: Sequence[Finding]) -> list[Finding]:
+def _about_access(claim: Claim, findings: Sequence[Finding]) -> list[Finding]:
     problems = [finding.code for finding in findings if finding.severity in {"error", "unknown"}]
-    if any(code.startswith(platform.name) for code in problems):
+    area = claim.config.platform.area
+    if any(code.startswith(area) for code in problems):
         return []
     try:
-        platform.check_access()
+        claim.platform.check_access()
     except LauncherError as error:
-        return [finding_of(error, f"{platform.name}.access")]
+        return [finding_of(error, f"{area}.access")]
     return []
 
 

@@ -16,6 +16,7 @@ PLATFORMS: Mapping[str, str] = MappingProxyType(
     {
         "local": "launcher.platforms.local.settings:LocalPlatformConfig",
         "gke": "launcher.platforms.kubernetes.settings:GkePlatformConfig",
+        "kubernetes": "launcher.platforms.kubernetes.settings:KubernetesPlatformConfig",
         "runai": "launcher.platforms.runai.settings:RunaiPlatformConfig",
         "batch": "launcher.platforms.batch.settings:BatchPlatformConfig",
         "slurm": "launcher.platforms.slurm.settings:SlurmPlatformConfig",

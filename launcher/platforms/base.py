@@ -12,7 +12,10 @@ from litgpt_demo.errors import Finding
 class Platform(Protocol):
     """Jobs on one platform: rendering, checks, submission, state, logs, cancellation."""
 
-    name: ClassVar[str]
+    @property
+    def name(self) -> str:
+        """The `kind` of its settings."""
+
     is_remote_service: ClassVar[bool]
     """Every machine that reaches the platform sees its jobs, not only the one that submitted them."""
     poll_seconds: ClassVar[float]

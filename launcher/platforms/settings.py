@@ -70,6 +70,11 @@ class PlatformSettings(Settings):
     usd_per_hour: float | None = Field(None, gt=0)
     """The price of a node for an hour, in dollars; empty is the list price of `machine`, if there is one."""
 
+    @property
+    def area(self) -> str:
+        """The first word of its findings' codes: the platform's folder."""
+        return self.opens.split(".")[2]
+
     def open(self) -> Platform:
         """Return the platform with these settings. Its module is imported only here."""
         opened: Platform = resolve_name(self.opens)(self)

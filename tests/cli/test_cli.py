@@ -104,7 +104,7 @@ def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
         (["sweep", "training.yaml"], "no `sweep` section"),
         (["run", "training.yaml", "--allow-duplicate", "--replace"], "give one of them"),
         (["plan", "training.yaml", "name=My Run"], "'My Run' given; a name has lower-case letters, digits and dashes"),
-        (["init", "moon"], "unknown platform 'moon'; choose one of batch, gke, local, runai"),
+        (["init", "moon"], "unknown platform 'moon'; choose one of batch, gke, kubernetes, local, runai"),
         (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),
     ],
     ids=lambda arguments: " ".join(arguments) if isinstance(arguments, list) else "",
@@ -320,7 +320,12 @@ def test_logs_shows_the_last_or_the_chosen_attempt(cli: Cli, running: Path) -> N
 def test_logs_are_followed_at_the_pace_of_the_platform(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": {"kind": "gke", "workload": "job"}}
+    script = {
+        "name": "pi",
+        "root": str(tmp_path),
+        "script": "/pi.py",
+        "platform": {"kind": "kubernetes", "workload": "job"},
+    }
     run = claim_of(ScriptConfig.model_validate(script)).reattach_or_create().run
     paces: list[float] = []
 

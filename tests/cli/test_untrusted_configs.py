@@ -56,7 +56,7 @@ def test_no_program_runs_that_a_kubeconfig_names(console: Cli, marker: Path, tmp
         "contexts": [{"name": "a", "context": {"cluster": "a", "user": "a"}}], "current-context": "a",
     }))  # fmt: skip
     image = {"kind": "prebuilt", "reference": f"127.0.0.1:9/a@sha256:{64 * '0'}"}
-    platform = {"kind": "gke", "kubeconfig": "kubeconfig", "nodes": 1}
+    platform = {"kind": "kubernetes", "kubeconfig": "kubeconfig", "nodes": 1}
     config = written(tmp_path, script="/a.py", image=image, platform=platform)
     assert "export KUBECONFIG=" not in console("render", config).out
     assert "export KUBECONFIG=" in console("plan", config).out

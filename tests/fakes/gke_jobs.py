@@ -8,24 +8,24 @@ from kubernetes_cluster import Cluster
 from waiting import until
 
 from launcher.job import Job, JobId, JobState, JobStatus
-from launcher.platforms.kubernetes.platform import GkePlatform
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
+from launcher.platforms.kubernetes.settings import KubernetesPlatformConfig
 
 T = TypeVar("T")
 IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
 """In a registry that says at once that it is not there."""
 
 
-def gke(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> GkePlatform:
+def gke(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> KubernetesPlatform:
     """The platform, by the cluster's kubeconfig."""
     settings = {
-        "kind": "gke",
+        "kind": "kubernetes",
         "kubeconfig": str(cluster.kubeconfig),
         "nodes": 2,
         "grace_period": 1,
         "network_test": 0,
     } | settings
-    return GkePlatform(GkePlatformConfig.model_validate(settings), removal=removal)
+    return KubernetesPlatform(KubernetesPlatformConfig.model_validate(settings), removal=removal)
 
 
 def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:
@@ -34,20 +34,20 @@ def job(folder: Path | str, name: str = "demo", **changes: Any) -> Job:
     return replace(made, **changes)
 
 
-def started(cluster: Cluster, platform: GkePlatform, job: Job) -> JobId:
+def started(cluster: Cluster, platform: KubernetesPlatform, job: Job) -> JobId:
     """Submitted, watched, and running on all nodes."""
     job_id = platform.submit(platform.render(job))
     until(lambda: platform.status(job_id).state is JobState.RUNNING)
     return job_id
 
 
-def begun(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform, JobId]:
+def begun(cluster: Cluster, folder: Path, **settings: Any) -> tuple[KubernetesPlatform, JobId]:
     """A platform with these settings, and a job that runs on it."""
     platform = gke(cluster, **settings)
     return platform, started(cluster, platform, job(folder))
 
 
-def end_of(platform: GkePlatform, job_id: JobId) -> JobStatus:
+def end_of(platform: KubernetesPlatform, job_id: JobId) -> JobStatus:
     until(lambda: not platform.status(job_id).state.is_live)
     return platform.status(job_id)
 

@@ -7,7 +7,7 @@ from launcher.errors import ConfigProblem
 from launcher.machines import MACHINES
 from launcher.networks import NETWORKS, networks_of, tcpx
 from launcher.networks.profile import Carrier, Network, NetworkContext
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import KubernetesPlatformConfig
 from litgpt_demo.node.network import NcclFit
 
 NAMES = ("a3-highgpu-8g", "a3-megagpu-8g", "a3-ultragpu-8g", "a4x-highgpu-4g")
@@ -41,7 +41,9 @@ def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
 )
 def test_unavailable_network_is_refused(network: str, machine: str, options: dict[str, str], message: str) -> None:
     with pytest.raises((ConfigProblem, ValidationError), match=message):
-        _ = GkePlatformConfig.model_validate({"kind": "gke", "network": network, "machine": machine, **options}).fabric
+        _ = KubernetesPlatformConfig.model_validate(
+            {"kind": "kubernetes", "network": network, "machine": machine, **options}
+        ).fabric
 
 
 def test_image_is_qualified_as_the_release_of_its_tag() -> None:

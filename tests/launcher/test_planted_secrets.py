@@ -28,7 +28,7 @@ from launcher.platforms.batch.platform import BATCH
 from launcher.platforms.kubernetes import cluster as cluster_module
 from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import SCOPE, connect
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import KubernetesPlatformConfig
 from launcher.platforms.runai.rest import TOKEN
 from litgpt_demo.config import HubCorpus, HubTokenizer
 from litgpt_demo.data.corpus import kind_of
@@ -120,7 +120,7 @@ def image(request: pytest.FixtureRequest, echo: Echo, tmp_path: Path, monkeypatc
 
 
 def pods_of(kubeconfig: str) -> object:
-    return connect(GkePlatformConfig(kind="gke", kubeconfig=kubeconfig)).list(PODS, "default")
+    return connect(KubernetesPlatformConfig(kind="kubernetes", kubeconfig=kubeconfig)).list(PODS, "default")
 
 
 @pytest.mark.parametrize("status", [401, 200, 500])

@@ -17,7 +17,7 @@ def identity(reference: str, network: str = "tcpxo") -> SoftwareIdentity:
     """What the step says of a script on A3 Mega."""
     from tasks.preflight import build_image
 
-    platform = {"kind": "gke", "machine": "a3-megagpu-8g", "nodes": 2, "network": network}
+    platform = {"kind": "kubernetes", "machine": "a3-megagpu-8g", "nodes": 2, "network": network}
     config = {"script": "-m x", "image": {"kind": "prebuilt", "reference": reference}, "platform": platform}
     return asyncio.run(build_image.fn(validated(ScriptConfig, config, where="here")))
 

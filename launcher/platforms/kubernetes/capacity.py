@@ -17,7 +17,7 @@ from launcher.platforms.kubernetes import cluster as api
 from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import gke_cluster
 from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesSettings
 from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
 from litgpt_demo.errors import Finding, Severity
 
@@ -37,7 +37,7 @@ GKE_POOL = "cloud.google.com/gke-nodepool"
 
 
 def _found(severity: Severity, code: str, what: str, fix: str = "") -> Finding:
-    return Finding(severity, f"gke.{code}", what, fix)
+    return Finding(severity, f"kubernetes.{code}", what, fix)
 
 
 info, warning, error = partial(_found, "info"), partial(_found, "warning"), partial(_found, "error")
@@ -46,7 +46,7 @@ info, warning, error = partial(_found, "info"), partial(_found, "warning"), part
 class Survey:
     """The subject of the checks: a submission and its cluster."""
 
-    def __init__(self, cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> None:
+    def __init__(self, cluster: Cluster, settings: KubernetesSettings, items: Sequence[ApiObject]) -> None:
         self.cluster, self.settings, self.items = cluster, settings, items
         self.namespace, self.fabric = settings.namespace, settings.fabric
         self.workload = workload_of(items)
@@ -132,7 +132,7 @@ def machines(survey: Survey) -> Iterator[Finding]:
     if pool and all(_too_small(node, room) for node in pool):
         fix = "lower platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
         yield error("machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
-    elif settings.cluster is not None:
+    elif isinstance(settings, GkePlatformConfig):
         yield from pools(gke_cluster(settings)[1], settings, what)
     elif _may_grow(nodes, settings):
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
@@ -141,16 +141,16 @@ def machines(survey: Survey) -> Iterator[Finding]:
         yield error("machines", what, "take fewer platform.nodes, other machines, or add some")
 
 
-def spare_machines(cluster: Cluster, settings: GkePlatformConfig, pod: Object) -> int | None:
+def spare_machines(cluster: Cluster, settings: KubernetesSettings, pod: Object) -> int | None:
     """Return how many of the machines that fit a job does not need, None if the cluster can get others."""
     nodes, _ = cluster.list(api.NODES, None)
-    if settings.cluster or _may_grow(nodes, settings):
+    if isinstance(settings, GkePlatformConfig) or _may_grow(nodes, settings):
         return None
     wanted = _total(pod, *_RESERVED)
     return max(0, sum(not _unfit(node, pod, wanted) for node in nodes) - settings.nodes)
 
 
-def _may_grow(nodes: Iterable[ApiObject], settings: GkePlatformConfig) -> bool:
+def _may_grow(nodes: Iterable[ApiObject], settings: KubernetesSettings) -> bool:
     pooled = any(GKE_POOL in node["metadata"].get("labels", {}) for node in nodes)
     return pooled or bool(settings.queue or settings.flex_start)
 
@@ -192,7 +192,7 @@ def _too_small(node: ApiObject, wanted: Amounts) -> str:
     return ""
 
 
-def pools(described: GoogleCluster, settings: GkePlatformConfig, what: str) -> Iterator[Finding]:
+def pools(described: GoogleCluster, settings: KubernetesSettings, what: str) -> Iterator[Finding]:
     """Check the description of the GKE API: can the node pools grow to enough machines?"""
     if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
         yield info("machines", f"{what}; GKE creates the others on request")

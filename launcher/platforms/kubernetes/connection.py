@@ -19,7 +19,7 @@ from launcher import google
 from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
 from launcher.google import google_errors
 from launcher.platforms.kubernetes.cluster import Cluster
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesPlatformConfig
 from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import is_protected, origin_of
 
@@ -36,17 +36,17 @@ GKE = google.Service(
 )  # fmt: skip
 
 
-def connect(settings: GkePlatformConfig) -> Cluster:
+def connect(settings: GkePlatformConfig | KubernetesPlatformConfig) -> Cluster:
     """Return the cluster of the settings, without a request to it."""
     try:
         from kubernetes import config
         from kubernetes.client import ApiClient
         from kubernetes.config import ConfigException
 
-        if settings.cluster is not None:
+        if isinstance(settings, GkePlatformConfig):
             return gke_cluster(settings)[0]
     except ImportError as error:
-        what = f"platform.kind=gke needs packages that are not here ({error})"
+        what = f"platform.kind={settings.kind} needs packages that are not here ({error})"
         raise NotInstalled(what, fix='pip install "train-litgpt[gke]"') from error
     path, context = settings.kubeconfig, settings.context
     where = f"the cluster of {path or 'the kubeconfig'}"
@@ -69,7 +69,7 @@ def connect(settings: GkePlatformConfig) -> Cluster:
         except (ConfigException, OSError) as error:
             # If the config names it, the mistake is in the config and not on this machine.
             kind = LoginProblem if path or context else NoCredentials
-            fix = "name a GKE cluster in platform.cluster and location, or a kubeconfig in platform.kubeconfig"
+            fix = "name a kubeconfig in platform.kubeconfig"
             raise kind(f"{where} cannot be had: {one_line(error)}", fix=f"{fix} or $KUBECONFIG") from None
         return loaded
 
@@ -129,7 +129,7 @@ def _configuration() -> Configuration:
 def gke_cluster(settings: GkePlatformConfig) -> tuple[Cluster, GoogleCluster]:
     """Return a cluster on GKE, and Google Cloud's description of it. Both are kept for ten minutes: an endpoint may
     move."""
-    name, place, period = str(settings.cluster), str(settings.location), int(time.monotonic() // _KEPT)
+    name, place, period = settings.cluster, settings.location, int(time.monotonic() // _KEPT)
     return _gke_cluster(name, place, settings.project, settings.dns_endpoint, period)
 
 

@@ -22,8 +22,8 @@ from launcher.platforms.kubernetes.informer import JobWatch
 from launcher.platforms.kubernetes.logs import Follower
 from launcher.platforms.kubernetes.preflight import check_settings, examine_cluster, permissions
 from launcher.platforms.kubernetes.reasons import REFUSALS, advice, explain
-from launcher.platforms.kubernetes.render import PLATFORM, WorkloadObjects, job_id_of, made_of, render
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.render import WorkloadObjects, job_id_of, made_of, render
+from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesPlatformConfig, KubernetesSettings
 from litgpt_demo.errors import Finding, TrainLitgptError
 from litgpt_demo.storage import open_storage
 
@@ -34,22 +34,21 @@ _REMOVAL = 120.0
 
 Remaining = dict[api.Resource, list[ApiObject]]
 
-_serves_jobsets: dict[tuple[str | None, ...], bool] = {}
+_serves_jobsets: dict[str, bool] = {}
 """The clusters that this process has checked for JobSet. `render` needs the result, but must not use the network."""
 
 
-class GkePlatform:
+class KubernetesPlatform:
     """Runs the nodes of a job as pods: a JobSet, or an Indexed Job. A job's id is `namespace/name`."""
 
-    name: ClassVar[str] = PLATFORM
     is_remote_service: ClassVar[bool] = True
     poll_seconds: ClassVar[float] = 5.0  # a look costs little, because a watch follows the pods
 
-    def __init__(self, settings: GkePlatformConfig, *, removal: float = _REMOVAL) -> None:
-        self._settings, self._removal = settings, removal
+    def __init__(self, settings: GkePlatformConfig | KubernetesPlatformConfig, *, removal: float = _REMOVAL) -> None:
+        self.name, self._settings, self._removal = settings.kind, settings, removal
         self._rendered: dict[JobId, Job] = {}
         self._jobs: dict[JobId, JobWatch] = {}
-        self._key = (settings.cluster, settings.location, settings.project, settings.kubeconfig, settings.context)
+        self._key = settings.model_dump_json(include={"cluster", "location", "project", "kubeconfig", "context"})
         self.close = weakref.finalize(self, _stop, self._jobs)
         """Ends all watches. The garbage collection of the platform does the same."""
 
@@ -88,7 +87,7 @@ class GkePlatform:
                 items = self.render(self._rendered[submission.job_id]).body["items"]
             yield from examine_cluster(self.cluster, self._settings, items)
         except LauncherError as error:
-            yield finding_of(error, "gke.cluster")
+            yield finding_of(error, "kubernetes.cluster")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         """Return how many of the cluster's machines this job does not need, None if its pools can grow."""
@@ -301,7 +300,7 @@ def _delete(
 
 
 def _list_remaining(
-    cluster: Cluster, job: states.JobName, settings: GkePlatformConfig, refused: dict[api.Resource, api.Forbidden]
+    cluster: Cluster, job: states.JobName, settings: KubernetesSettings, refused: dict[api.Resource, api.Forbidden]
 ) -> Remaining:
     remaining = {}
     for resource in made_of(settings):

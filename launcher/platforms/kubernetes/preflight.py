@@ -21,7 +21,7 @@ from launcher.platforms.kubernetes.cluster import ApiObject, Cluster, Resource
 from launcher.platforms.kubernetes.connection import gke_cluster
 from launcher.platforms.kubernetes.reasons import CLUSTER_ROLES, refusals
 from launcher.platforms.kubernetes.render import WorkloadObjects, made_of
-from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
+from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig, KubernetesSettings
 from launcher.platforms.kubernetes.states import condition, container_of, pod_of, workload_of
 from litgpt_demo.errors import Finding, Severity
 from litgpt_demo.storage import is_remote
@@ -35,7 +35,7 @@ _INJECTOR = "nri-device-injector"
 _NETWORKS = "https://docs.cloud.google.com/kubernetes-engine/docs/how-to/gpu-bandwidth-gpudirect-tcpx"
 
 
-def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
+def examine_cluster(cluster: Cluster, settings: KubernetesSettings, items: Sequence[ApiObject]) -> Iterator[Finding]:
     """Yield the findings of all checks of the cluster. A passed check is a finding of severity `info`."""
     survey, version = Survey(cluster, settings, items), cluster.version()
     number = re.match(r"v?(\d+)\.(\d+)", version)  # of v1.33.5-gke.1080000
@@ -48,7 +48,7 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
         yield info("version", f"{cluster.where} answers: {version}")
     known: dict[str, Severity] = {}
     for name, check in (CHECKS | WITHIN).items():
-        if name in WITHIN and "gke.namespace" in known:
+        if name in WITHIN and "kubernetes.namespace" in known:
             continue  # the namespace is missing
         before = known.copy()
         try:
@@ -64,7 +64,7 @@ def examine_cluster(cluster: Cluster, settings: GkePlatformConfig, items: Sequen
             yield warning("unseen", f"{name}: not checked, for {problem}", "try again later")
 
 
-def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> Iterator[Finding]:
+def check_settings(settings: KubernetesSettings, items: Sequence[ApiObject]) -> Iterator[Finding]:
     """Yield the errors and risks of the config itself."""
     fabric, node = settings.fabric, container_of(pod_of(workload_of(items)))
     yield from fabric.problems
@@ -90,7 +90,7 @@ def check_settings(settings: GkePlatformConfig, items: Sequence[ApiObject]) -> I
         yield warning("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
 
 
-def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
+def needed(settings: KubernetesSettings, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
     """Return the permissions that a run with these settings needs, without those that only the checks use."""
     verbs = dict.fromkeys(made_of(settings), "create get list delete deletecollection")
     # An object of the other kind is only looked for, and removed with the rest.
@@ -102,7 +102,7 @@ def needed(settings: GkePlatformConfig, workload: WorkloadObjects) -> list[tuple
     return [(verb, resource) for resource, several in verbs.items() for verb in several.split()]
 
 
-def permissions(cluster: Cluster, settings: GkePlatformConfig, workload: WorkloadObjects) -> Finding:
+def permissions(cluster: Cluster, settings: KubernetesSettings, workload: WorkloadObjects) -> Finding:
     """Return whether we have all permissions that a run needs. The finding names the missing ones."""
     wanted = needed(settings, workload)
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -129,7 +129,11 @@ def networks(survey: Survey) -> Iterator[Finding]:
     https://docs.cloud.google.com/kubernetes-engine/docs/how-to/setup-multinetwork-support-for-pods
     """
     settings, rows = survey.settings, json.loads(survey.annotations.get(INTERFACES, "[]"))
-    if rows and settings.cluster and not gke_cluster(settings)[1].network_config.enable_multi_networking:
+    if (
+        rows
+        and isinstance(settings, GkePlatformConfig)
+        and not gke_cluster(settings)[1].network_config.enable_multi_networking
+    ):
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
         yield error("multi-networking", what, fix)
@@ -295,14 +299,16 @@ def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Ite
         except (api.AlreadyExists, api.NotFound):
             continue  # `submit` handles an existing object; `_namespace` and `_jobset` have reported a missing one
         except api.ApiRefused as refusal:
-            found = [replace(reason, what=f"{name}: {reason.what}") for reason in refusals(refusal.message, "gke")]
+            found = [
+                replace(reason, what=f"{name}: {reason.what}") for reason in refusals(refusal.message, "kubernetes")
+            ]
             if "onJobFailureMessagePatterns" in refusal.message:
                 what = f"its JobSet is older than {_JOBSET}, which cannot distinguish preemptions from mistakes"
                 yield error("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
             elif not parts:
                 # `permissions` has reported the missing roles, all of them.
-                yield from (reason for reason in found if reason.code != "gke.permission")
-            elif any(reason.code == "gke.permission" for reason in found):
+                yield from (reason for reason in found if reason.code != "kubernetes.permission")
+            elif any(reason.code == "kubernetes.permission" for reason in found):
                 raise
             else:
                 yield from found

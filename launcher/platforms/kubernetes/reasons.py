@@ -84,10 +84,10 @@ def refusals(message: str, area: str) -> list[Finding]:
 
 def advice(message: str) -> str:
     """Return the fixes of a refusal in one line."""
-    return "; ".join(dict.fromkeys(finding.fix for finding in refusals(message, "gke")))
+    return "; ".join(dict.fromkeys(finding.fix for finding in refusals(message, "kubernetes")))
 
 
-_AREA = "gke.pending"
+_AREA = "kubernetes.pending"
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 

@@ -15,14 +15,13 @@ from launcher.errors import ConfigProblem
 from launcher.job import JOB_LABEL, UNBUILT, Job, JobId, Submission, drop_empty
 from launcher.networks.profile import Network, mount
 from launcher.platforms.kubernetes import cluster as api
-from launcher.platforms.kubernetes.settings import UID, GkePlatformConfig
+from launcher.platforms.kubernetes.settings import UID, KubernetesSettings
 from launcher.platforms.settings import LONGEST_LABEL
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.storage import bucket_path
 
 WorkloadObjects = Literal["jobset", "job"]
 
-PLATFORM = "gke"
 _PERMANENT = ("UNKNOWN", "USER", "DATA", "OUT_OF_MEMORY", "DISK_FULL")
 HOPELESS = (*sorted(EXIT_CODES[FailureClass[name]] for name in _PERMANENT), 137)
 """The exit codes of failures that a restart does not change. 137 is SIGKILL, mostly for memory: a cluster's rules do
@@ -60,7 +59,7 @@ def pod_host(workload: str, name: str, index: int) -> str:
     return f"{job_name(name)}-{index}" if workload == "jobset" else f"{name}-{index}"
 
 
-def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> Submission:
+def render(job: Job, settings: KubernetesSettings, workload: WorkloadObjects) -> Submission:
     """Return the submission: a Kubernetes List, which `kubectl apply -f -` accepts as printed."""
     name = job.attempt_name
     # JobSet's webhook would refuse too long names of pods, and a Job's pods would never appear. The room for a longer
@@ -126,14 +125,14 @@ def render(job: Job, settings: GkePlatformConfig, workload: WorkloadObjects) -> 
         spec |= _gang(job, {**template, "spec": {"subdomain": name, **template["spec"]}})
         items.append({"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec})
     job_id, body = job_id_of(settings, name), {"apiVersion": "v1", "kind": "List", "items": items}
-    return Submission(platform=PLATFORM, job_id=job_id, body=body, environment=as_rows(environment))
+    return Submission(platform=settings.kind, job_id=job_id, body=body, environment=as_rows(environment))
 
 
-def job_id_of(settings: GkePlatformConfig, attempt_name: str) -> JobId:
+def job_id_of(settings: KubernetesSettings, attempt_name: str) -> JobId:
     return JobId(f"{settings.namespace}/{attempt_name}")
 
 
-def made_of(settings: GkePlatformConfig) -> tuple[api.Resource, ...]:
+def made_of(settings: KubernetesSettings) -> tuple[api.Resource, ...]:
     """Return the kinds of all objects that a job with these settings may have, as a JobSet or as a Job."""
     kinds = [api.JOBSETS, api.JOBS, api.SERVICES, api.PODS]
     if settings.isolated:
@@ -178,7 +177,7 @@ def _claim(claim: str, job: Job, metadata: Mapping[str, Any], network: Network) 
     return {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaimTemplate", "metadata": named, "spec": spec}
 
 
-def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
+def _pod(job: Job, settings: KubernetesSettings, network: Network, workload: str) -> tuple[dict[str, Any], list[Entry]]:
     unprivileged = settings.uid != 0 and not network.root and not network.privileged
     # Our own programs write only to their volumes. A user's script may write next to itself, and the scripts of
     # networks that need root write anywhere.
@@ -257,7 +256,7 @@ def _pod(job: Job, settings: GkePlatformConfig, network: Network, workload: str)
 
 
 def _environment(
-    job: Job, settings: GkePlatformConfig, network: Network, workload: str, *, unprivileged: bool, read_only: bool
+    job: Job, settings: KubernetesSettings, network: Network, workload: str, *, unprivileged: bool, read_only: bool
 ) -> list[Entry]:
     """Return the variables of a node. The Job controller sets JOB_COMPLETION_INDEX, its rank."""
     own: list[Entry] = []
@@ -292,7 +291,7 @@ def _environment(
     return node_environment(job, settings, network, own, before=before, allow_tcp_fallback=sockets, place=place)
 
 
-def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool) -> dict[str, Any]:
+def _security(settings: KubernetesSettings, network: Network, *, read_only: bool) -> dict[str, Any]:
     if network.privileged:
         return {"privileged": True, "runAsUser": 0}
     rights: dict[str, Any] = {"capabilities": {"drop": ["ALL"]}}
@@ -308,7 +307,7 @@ def _security(settings: GkePlatformConfig, network: Network, *, read_only: bool)
     }
 
 
-def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[str, Any]:
+def _placement(job: Job, settings: KubernetesSettings, network: Network) -> dict[str, Any]:
     """Return which machines the pods take: their labels, the excluded ones, and the tolerated taints.
 
     The labels of spot, reserved, flex-start and local SSD nodes are those of docs.cloud.google.com/
@@ -353,7 +352,7 @@ def _placement(job: Job, settings: GkePlatformConfig, network: Network) -> dict[
 
 
 def _volumes(
-    job: Job, settings: GkePlatformConfig, network: Network, *, read_only: bool
+    job: Job, settings: KubernetesSettings, network: Network, *, read_only: bool
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     # Without it a container has 64 MB: https://github.com/NVIDIA/nccl/issues/290
     size = settings.shm or f"{network.shm_bytes // 2**30}Gi"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,27 +27,11 @@ UID = 1000
 SecretEntry = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[-._a-zA-Z0-9]+$")]
 
 
-class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernetes"):
-    """A Kubernetes cluster: GKE with its GPU networks, or any other."""
+class KubernetesSettings(PodSettings, ClusterSettings):
+    """The settings of every Kubernetes cluster."""
 
-    opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:GkePlatform"
+    opens: ClassVar[str] = "launcher.platforms.kubernetes.platform:KubernetesPlatform"
 
-    kind: Literal["gke"] = discriminator("gke")
-
-    cluster: str | None = None
-    """GKE cluster, with `location` (and `project`). Empty: a kubeconfig, or the cluster that this runs in."""
-    location: str | None = None
-    """Region or zone of the GKE cluster."""
-    project: str | None = None
-    """Google Cloud project of the cluster; empty is the credentials' own."""
-    dns_endpoint: bool = False
-    """Reach a GKE cluster by its DNS endpoint, which needs no network path to the control plane's address."""
-    kubeconfig: str | None = None
-    """Path of a kubeconfig, for clusters that are not GKE's; empty is $KUBECONFIG or ~/.kube/config."""
-    context: str | None = None
-    """The context of the kubeconfig; empty is its current one."""
-    in_cluster: bool = False
-    """Use the service account of the pod that this runs in."""
     namespace: str = Field("default", pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")
     """Namespace of the job, which must exist."""
     workload: Literal["auto", "jobset", "job"] = "auto"
@@ -131,16 +116,6 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         """
         return self.network_policy and not self.host_network
 
-    def open_recorded(self, config: PlatformSettings | None) -> Platform:
-        """Refuse to send Google's token to a cluster of a project that neither the user's config nor the environment
-        names, because the owner of the cluster could use it."""
-        own = config.project if isinstance(config, GkePlatformConfig) else None
-        variable = "GOOGLE_CLOUD_PROJECT"
-        if self.cluster and self.project and self.project not in {own, os.environ.get(variable)}:
-            claim = f"the cluster {self.cluster} of the project {self.project} is yours"
-            raise only_recorded(claim, variable=variable, value=self.project)
-        return self.open()
-
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.machine is not None and self.machine not in MACHINES:
@@ -149,11 +124,6 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
             fix = "Any other: leave it out and give platform.gpus, and cpus and memory if they matter"
             raise ValueError(f"{what}; did you mean {' or '.join(near)}? {fix}")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes_per_node)
-        if (self.cluster is None) != (self.location is None):
-            raise ValueError("platform.cluster and location find a GKE cluster; give both, or neither for a kubeconfig")
-        ways = [name for name in ("cluster", "kubeconfig", "in_cluster") if getattr(self, name)]
-        if len(ways) > 1:
-            raise ValueError(f"platform.{' and platform.'.join(ways)} name different ways to a cluster; keep one")
         if self.queue is None and (self.topology, self.slice_nodes) != (None, None):
             raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
         if self.slice_nodes is not None and self.nodes % self.slice_nodes:
@@ -170,3 +140,67 @@ class GkePlatformConfig(PodSettings, ClusterSettings, title="GKE or any Kubernet
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)
+
+
+class KubernetesPlatformConfig(KubernetesSettings, title="Kubernetes"):
+    """A Kubernetes cluster that a kubeconfig names, or the one that this runs in."""
+
+    kind: Literal["kubernetes"] = discriminator("kubernetes")
+
+    kubeconfig: str | None = None
+    """Path of a kubeconfig; empty is $KUBECONFIG or ~/.kube/config."""
+    context: str | None = None
+    """The context of the kubeconfig; empty is its current one."""
+    in_cluster: bool = False
+    """Use the service account of the pod that this runs in."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_not_on_gke(cls, section: Any) -> Any:
+        if not isinstance(section, Mapping):
+            return section
+        google = ("cluster", "location", "project", "dns_endpoint")
+        for name in google:
+            if section.get(name):
+                raise ValueError(f"platform.{name} belongs to a GKE cluster; set platform.kind=gke, or leave it out")
+        return {name: value for name, value in section.items() if name not in google}
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if self.kubeconfig and self.in_cluster:
+            what = "platform.kubeconfig and platform.in_cluster name different ways to a cluster"
+            raise ValueError(f"{what}; keep one")
+        return self
+
+
+class GkePlatformConfig(KubernetesSettings, title="GKE"):
+    """A cluster of Google Kubernetes Engine, with its GPU networks."""
+
+    kind: Literal["gke"] = discriminator("gke")
+
+    cluster: str
+    """The name of the cluster."""
+    location: str
+    """Region or zone of the cluster."""
+    project: str | None = None
+    """Google Cloud project of the cluster; empty is the credentials' own."""
+    dns_endpoint: bool = False
+    """Reach the cluster by its DNS endpoint, which needs no network path to the control plane's address."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_a_cluster(cls, section: Any) -> Any:
+        if isinstance(section, Mapping) and not (section.get("cluster") and section.get("location")):
+            what = "platform.kind=gke needs platform.cluster and platform.location"
+            raise ValueError(f"{what}; give both, or take kind kubernetes for another cluster")
+        return section
+
+    def open_recorded(self, config: PlatformSettings | None) -> Platform:
+        """Refuse to send Google's token to a cluster of a project that neither the user's config nor the environment
+        names, because the owner of the cluster could use it."""
+        own = config.project if isinstance(config, GkePlatformConfig) else None
+        variable = "GOOGLE_CLOUD_PROJECT"
+        if self.project and self.project not in {own, os.environ.get(variable)}:
+            claim = f"the cluster {self.cluster} of the project {self.project} is yours"
+            raise only_recorded(claim, variable=variable, value=self.project)
+        return self.open()

@@ -229,14 +229,16 @@ def lost_nodes(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Fin
             "Node is gone, which GKE sees to; elsewhere, once it is switched off: "
             f"kubectl delete node {pod['spec']['nodeName']}"
         )
-        yield Finding("warning", "gke.machine-lost", f"the machine of {named} has not answered since {since}", fix)
+        yield Finding(
+            "warning", "kubernetes.machine-lost", f"the machine of {named} has not answered since {since}", fix
+        )
         return
     failed = {node: code for node, code in codes.items() if code != 0}
     if failed and not all(map(ended, pods)):
         node, code = min(failed.items())
         what = f"node {node} has ended ({fault_of_exit_code(code)}, exit code {code}), and others have not yet"
         fix = "wait: they get the signal to end, and a machine that does not answer is detected within a minute"
-        yield Finding("warning", "gke.ending", what, fix)
+        yield Finding("warning", "kubernetes.ending", what, fix)
 
 
 def unreachable_since(pod: Object) -> str:

@@ -95,7 +95,7 @@ def test_fix_of_a_large_model_is_the_cheapest_that_fits(
 
 
 def on_nodes(model: str, machine: str, network: str, nodes: int, **train: Any) -> RunConfig:
-    platform = {"kind": "gke", "machine": machine, "network": network, "nodes": nodes}
+    platform = {"kind": "kubernetes", "machine": machine, "network": network, "nodes": nodes}
     return config({"name": model, "sequence_length": 2048}, train=train, platform=platform)
 
 
@@ -164,7 +164,7 @@ def test_only_devices_that_are_known_are_judged(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "limit").write_text("1000000000\n")
     assert host_memory(tmp_path / "limit") == 10**9, "a container's"
     huge = {"name": "transformer-175b"}
-    assert found(config(huge, platform={"kind": "gke", "gpus": 1})) == [], "this machine's say nothing of others"
+    assert found(config(huge, platform={"kind": "kubernetes", "gpus": 1})) == [], "this machine's say nothing of others"
     monkeypatch.setattr(module, "gpu_names", lambda: ["NVIDIA GeForce RTX 3090"])
     assert found(config(huge, platform={"kind": "local"})) == []
     monkeypatch.setattr(module, "gpu_names", list)
@@ -178,7 +178,7 @@ def test_more_machines_take_less_time_for_the_same_money() -> None:
     a2 = replace(MACHINES["a2-highgpu-8g"], price=price)
 
     def on(nodes: int) -> RunConfig:
-        platform = {"kind": "gke", "machine": a2.name, "nodes": nodes}
+        platform = {"kind": "kubernetes", "machine": a2.name, "nodes": nodes}
         return validated(RunConfig, {"train": {"global_batch": 1024}, "platform": platform}, where="test")
 
     single, eight = (expected(a2, nodes=nodes, seconds=seconds_for(on(nodes), 1e21) or 0) for nodes in (1, 8))

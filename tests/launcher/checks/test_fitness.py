@@ -34,7 +34,7 @@ def config(image: Settings, network: str = "", *, kind: type = ScriptConfig, **o
     """A job of two nodes on a network of Google's, or on GCP Batch, which has no choice of networks."""
     machine = {"tcpxo": "a3-megagpu-8g", "gib": "a3-ultragpu-8g"}.get(network, "a3-highgpu-8g")
     batch = {"kind": "batch", "project": "my-project", "location": "us-central1"}
-    on = {"kind": "gke", "network": network} if network else batch
+    on = {"kind": "kubernetes", "network": network} if network else batch
     job = {"script": "-m x"} if kind is ScriptConfig else {"train": {"global_batch": 128}}
     platform = {**on, "machine": machine, "nodes": 2, **options}
     return validated(kind, {**job, "image": image, "platform": platform}, where="here")

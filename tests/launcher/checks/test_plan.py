@@ -88,7 +88,7 @@ def test_a_plan_says_the_peak_of_scratch_disk_of_a_remote_corpus(tiny: Tiny, mon
 
 
 def test_plan_has_one_duration_by_the_precisions_peak(tiny: Tiny) -> None:
-    gke = {"kind": "gke", "machine": "a2-highgpu-8g"}
+    gke = {"kind": "kubernetes", "machine": "a2-highgpu-8g"}
     steps, a100 = 10**8, {"32-true": 19.5, "bf16-mixed": 312}
     for precision, peak in a100.items():
         train = {"global_batch": 64, "micro_batch": 8, "max_steps": steps, "precision": precision}
@@ -174,9 +174,10 @@ REFUSED = [
     ("model.sequence_length=50000", "one sample of model.sequence_length=50000 needs 50001"),
     ("root=s3://bucket/x", "is neither gs://bucket/prefix nor a local path"),
     ("root=/proc/runs", "cannot write to /proc"),
-    ("platform={kind: gke, gpus: 1}", "runs container images, but image.kind=none"),
+    ("platform={kind: kubernetes, gpus: 1}", "runs container images, but image.kind=none"),
     (
-        "platform={kind: gke, machine: a4x-highgpu-4g} | image={kind: docker, repository: r/x} | train.global_batch=16",
+        "platform={kind: kubernetes, machine: a4x-highgpu-4g} | image={kind: docker, repository: r/x} "
+        "| train.global_batch=16",
         "set image.architecture to arm64",
     ),
     ("dataset_workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),

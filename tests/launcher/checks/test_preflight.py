@@ -151,7 +151,7 @@ def test_failed_check_is_unknown_which_refuses_a_run() -> None:
 
 def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
     refused = LoginProblem("the cluster does not let you create a; b", fix="have the Role bound; or do without")
-    finding, quoted = finding_of(refused, "gke.access"), finding_of(DataError("it says: a; b"), "some.code")
+    finding, quoted = finding_of(refused, "kubernetes.access"), finding_of(DataError("it says: a; b"), "some.code")
     assert (finding.what, finding.fix) == (refused.what, "have the Role bound; or do without")
     assert str(refused) == "the cluster does not let you create a; b; have the Role bound; or do without"
     assert (quoted.what, quoted.fix) == ("it says: a; b", "")

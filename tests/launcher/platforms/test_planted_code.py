@@ -29,7 +29,8 @@ PLACES = ("{}", "/{}", "~/{}", "/a:{}", "a/{}", "10.0.0.2:/{}", "projects/{}/sec
 REQUIRED: dict[str, dict[str, Any]] = {
     "batch": {"project": "project", "location": "us-central1", "machine": "g2-standard-48", "nfs": "10.0.0.2:/a"},
     "runai": {"project": "project", "api": "cli", "cli_version": "v2", "interactive": True},
-    "gke": {"pvc": "volume"},
+    "gke": {"cluster": "cluster", "location": "europe-west4", "pvc": "volume"},
+    "kubernetes": {"pvc": "volume"},
 }
 BESIDE: tuple[dict[str, Any], ...] = ({}, {"container": "pyxis"}, {"container": "apptainer", "gpus": 1})
 IMAGE = f"registry.example/litgpt@sha256:{'0' * 64}"

@@ -87,8 +87,8 @@ def strict_place(folder: Path) -> Iterator[Place]:
 def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") -> Iterator[Place]:
     from kubernetes_cluster import running_cluster
 
-    from launcher.platforms.kubernetes.platform import GkePlatform
-    from launcher.platforms.kubernetes.settings import GkePlatformConfig
+    from launcher.platforms.kubernetes.platform import KubernetesPlatform
+    from launcher.platforms.kubernetes.settings import KubernetesPlatformConfig
 
     jobset = "0.12.0" if workload == "jobset" else None
     with running_cluster(simulate=simulate, nodes=2, jobset=jobset) as cluster:
@@ -99,7 +99,7 @@ def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") 
             "grace_period": 2,
             "network_test": 0,
         }
-        platform = GkePlatform(GkePlatformConfig.model_validate({"kind": "gke", **section}))
+        platform = KubernetesPlatform(KubernetesPlatformConfig.model_validate({"kind": "kubernetes", **section}))
         yield Place(
             platform=platform,
             folder=folder,
@@ -192,7 +192,7 @@ def slurm_place(folder: Path) -> Iterator[Place]:
 PLACES = {
     "local": local_place,
     "strict": strict_place,
-    "gke": gke_place,
+    "kubernetes": gke_place,
     "runai": runai_place,
     "runai-v1": partial(runai_place, variant="v1", version="2.13"),
     "runai-v2": partial(runai_place, variant="v2"),
@@ -449,6 +449,6 @@ def test_each_platform_is_registered_under_its_kind() -> None:
 
 
 def test_unknown_platform_is_refused_with_the_known_ones() -> None:
-    choices = "'local', 'gke', 'runai', 'batch', 'slurm'"
+    choices = "'local', 'gke', 'kubernetes', 'runai', 'batch', 'slurm'"
     with pytest.raises(ConfigProblem, match=rf"platform\.kind: 'toy' is unknown; choose one of {choices}"):
         validated(RunConfig, {"platform": {"kind": "toy"}}, where="here")

@@ -344,7 +344,7 @@ JOBS = "projects/my-project/locations/us-central1/jobs"
     [
         ({"kind": "local"}, "{directory}", "/etc"),
         (
-            {"kind": "gke", "namespace": "team-a"},
+            {"kind": "kubernetes", "namespace": "team-a"},
             f"team-a/{OTHER}",
             f"team-b/{OTHER}",
         ),

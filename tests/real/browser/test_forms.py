@@ -95,7 +95,7 @@ def test_a_form_starts_its_flow(
     def state() -> StateType | None:
         return client.read_flow_run(flow_run.id).state_type
 
-    begun, lacks = {StateType.RUNNING, StateType.COMPLETED}, {"gke", "runai", "batch", "slurm"}
+    begun, lacks = {StateType.RUNNING, StateType.COMPLETED}, {"gke", "kubernetes", "runai", "batch", "slurm"}
     if name == "evaluate" or lacks & {*DEPLOYMENTS[name]["tags"]}:  # no such run, and no such platform, is here
         begun.add(StateType.FAILED)
     until(lambda: state() in begun or client.read_flow_run(flow_run.id).state.is_final(), seconds=300)

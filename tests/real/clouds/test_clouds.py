@@ -28,7 +28,7 @@ from test_platform_contract import Place, batch_place, gke_place, local_place, r
 
 PLACES = {
     "local": local_place,
-    "gke": partial(gke_place, simulate=False),
+    "kubernetes": partial(gke_place, simulate=False),
     "gke-job": partial(gke_place, simulate=False, workload="job"),
     "runai-v1": partial(runai_place, simulate=False, variant="v1", version="2.13"),
     "runai-v2": partial(runai_place, simulate=False, variant="v2"),

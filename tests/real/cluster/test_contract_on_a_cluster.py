@@ -20,8 +20,8 @@ from waiting import until
 
 from launcher.job import JOB_LABEL, JobId
 from launcher.platforms.kubernetes.cluster import JOBS, JOBSETS, NotFound
-from launcher.platforms.kubernetes.platform import GkePlatform
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
+from launcher.platforms.kubernetes.settings import KubernetesPlatformConfig
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 import test_platform_contract
@@ -30,9 +30,16 @@ from test_platform_contract import Place
 
 
 @contextlib.contextmanager
-def platform_of(kubeconfig: str, **settings: Any) -> Iterator[GkePlatform]:
-    fields = {"kind": "gke", "kubeconfig": kubeconfig, "nodes": 2, "grace_period": 2, "network_test": 0, **settings}
-    platform = GkePlatform(GkePlatformConfig.model_validate(fields))
+def platform_of(kubeconfig: str, **settings: Any) -> Iterator[KubernetesPlatform]:
+    fields = {
+        "kind": "kubernetes",
+        "kubeconfig": kubeconfig,
+        "nodes": 2,
+        "grace_period": 2,
+        "network_test": 0,
+        **settings,
+    }
+    platform = KubernetesPlatform(KubernetesPlatformConfig.model_validate(fields | settings))
     yield platform
     platform.close()
 
@@ -89,9 +96,9 @@ def control_plane(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("settings", "found", "why"),
     [
-        ({"service_account": "no-such"}, "gke.service-account", "gke.pending.service-account"),
-        ({"priority": "no-such"}, "gke.priority", "gke.pending.priority"),
-        ({"node_selector": {"train-litgpt/no-such": "machine"}}, "gke.machines", "gke.pending.selector"),
+        ({"service_account": "no-such"}, "kubernetes.service-account", "kubernetes.pending.service-account"),
+        ({"priority": "no-such"}, "kubernetes.priority", "kubernetes.pending.priority"),
+        ({"node_selector": {"train-litgpt/no-such": "machine"}}, "kubernetes.machines", "kubernetes.pending.selector"),
     ],
 )
 def test_check_finds_what_keeps_a_job_from_running(

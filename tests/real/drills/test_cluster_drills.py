@@ -22,8 +22,8 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def place(cluster: Cluster, pushed_image: PrebuiltImage) -> tuple[dict[str, Any], dict[str, str]]:
     platform = {
-        "kind": "gke", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "processes_per_node": 1, "grace_period": 10,
-        "network_test": 0, "workload": "jobset",
+        "kind": "kubernetes", "kubeconfig": str(cluster.kubeconfig), "nodes": 2, "processes_per_node": 1,
+        "grace_period": 10, "network_test": 0, "workload": "jobset",
     }  # fmt: skip
     image = pushed_image.model_dump(mode="json")
     bucket = cluster.image_environment["STORAGE_EMULATOR_HOST"]

@@ -25,16 +25,17 @@ from test_platform_contract import Place, batch_place, gke_place, runai_place
 NAMES = sorted(
     f"{'run-torchrun' if 'run_torchrun' in deployment['entrypoint'] else 'train-litgpt'}/{deployment['name']}"
     for deployment in read_yaml(PREFECT_FILE)["deployments"]
-    if {"gke", "runai", "batch"} & set(deployment["tags"])
+    if {"gke", "kubernetes", "runai", "batch"} & set(deployment["tags"])
 )
 
 
 @contextlib.contextmanager
 def place_of(name: str, folder: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
     """The stand-in of the deployment's platform, and the settings by which it is found."""
-    if "gke" in name:
+    if "gke" in name or "kubernetes" in name:
         with gke_place(folder) as place:
-            found = {"cluster": None, "location": None, "kubeconfig": place.platform._settings.kubeconfig}
+            found = {"kind": "kubernetes", "cluster": None, "location": None}
+            found |= {"kubeconfig": place.platform._settings.kubeconfig}
             yield place, found | {"pvc": "scratch", "pvc_path": str(folder)}
     elif "batch" in name:
         with batch_place(folder) as place:

@@ -65,7 +65,11 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     platform = gke(cluster, **LIVES[name])
     submission = platform.render(job(folder, name, processes=platform._settings.processes_per_node))
     platform.check_access()
-    assert [finding for finding in platform.check(submission) if finding.code in ("gke.unseen", "gke.permission")] == []
+    assert [
+        finding
+        for finding in platform.check(submission)
+        if finding.code in ("kubernetes.unseen", "kubernetes.permission")
+    ] == []
     watched = cluster.traffic.calls["watch", "pods"]
     job_id = platform.submit(submission)
     platform.submit(submission)
@@ -81,7 +85,9 @@ def test_role_is_sufficient_and_has_no_unused_rule(furnished: Cluster, tmp_path:
     for name in LIVES:
         a_whole_life(furnished, tmp_path, name)
     platform = gke(furnished, priority="batch")
-    assert "gke.priority" in {finding.code for finding in platform.check(platform.render(job(tmp_path, "batch")))}
+    assert "kubernetes.priority" in {
+        finding.code for finding in platform.check(platform.render(job(tmp_path, "batch")))
+    }
     used = {(what, verb) for verb, what in furnished.traffic.calls if what[0] != "/"}
     made = {what for what, verb in used if verb == "create"}
     # What is made may be deleted: with its job, after it, or when its submission fails half-way.

@@ -21,8 +21,8 @@ from launcher.job import JobState
 from launcher.platforms.kubernetes import connection as connecting
 from launcher.platforms.kubernetes.cluster import PODS
 from launcher.platforms.kubernetes.connection import connect
-from launcher.platforms.kubernetes.platform import GkePlatform
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
+from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesPlatformConfig
 from launcher.runs.attempts import recorded_platform
 
 
@@ -62,7 +62,7 @@ def kubeconfig(cluster: Cluster, path: Path, *, server: str | None = None, user:
 
 
 def connected(path: Path | str) -> object:
-    return connect(GkePlatformConfig(kind="gke", kubeconfig=str(path))).list(PODS, "default")[0]
+    return connect(KubernetesPlatformConfig(kind="kubernetes", kubeconfig=str(path))).list(PODS, "default")[0]
 
 
 def test_cluster_is_reached_by_name_without_a_written_file(
@@ -99,7 +99,7 @@ def test_cluster_of_a_record_needs_a_project_the_user_names(monkeypatch: pytest.
 
 
 def test_token_is_renewed_while_a_job_is_followed(cloud: GoogleCloud, cluster: Cluster, tmp_path: Path) -> None:
-    platform = GkePlatform(settings())
+    platform = KubernetesPlatform(settings())
     job_id = started(cluster, platform, job(tmp_path))
     cluster.expire_token()
     cluster.expire_watches()
@@ -182,4 +182,4 @@ def test_pod_in_the_cluster_uses_its_own_account(
         monkeypatch.setattr(where, str(tmp_path / what))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", address.rpartition(":")[2])
-    assert connect(GkePlatformConfig(kind="gke", in_cluster=True)).allows("list", PODS, "default")
+    assert connect(KubernetesPlatformConfig(kind="kubernetes", in_cluster=True)).allows("list", PODS, "default")

@@ -16,7 +16,7 @@ from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobState, LogLine
 from launcher.platforms.kubernetes import logs
 from launcher.platforms.kubernetes.logs import LogCursor
-from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 
 
@@ -31,7 +31,7 @@ def say(cluster: Cluster, node: int, *lines: str) -> None:
         cluster.say(pod, line)
 
 
-def read(platform: GkePlatform, job_id: JobId, position: str = "", *, lines: int) -> tuple[list[LogLine], str]:
+def read(platform: KubernetesPlatform, job_id: JobId, position: str = "", *, lines: int) -> tuple[list[LogLine], str]:
     """So many lines behind a position, or all until the job ends, as who follows it gets them; and where that is."""
     found: list[LogLine] = []
 

@@ -10,7 +10,7 @@ from waiting import until
 
 from launcher.job import JobId, JobState
 from launcher.platforms.kubernetes import platform as gke_module
-from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
 from launcher.platforms.kubernetes.reasons import advice, refusals, unschedulable
 from litgpt_demo.errors import Finding
 
@@ -23,19 +23,19 @@ def _asked_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gke_module, "_EXPLAIN", 0.0)
 
 
-def waiting(cluster: Cluster, folder: Path, **settings: Any) -> tuple[GkePlatform, JobId]:
+def waiting(cluster: Cluster, folder: Path, **settings: Any) -> tuple[KubernetesPlatform, JobId]:
     """A job that has no machines."""
     platform = gke(cluster, **settings)
     return platform, platform.submit(platform.render(job(folder, processes=settings.get("processes_per_node", 1))))
 
 
-def told(platform: GkePlatform, job_id: JobId, code: str) -> Finding:
+def told(platform: KubernetesPlatform, job_id: JobId, code: str) -> Finding:
     """The finding of that code, as soon as it is there."""
 
     def found() -> list[Finding]:
         status = platform.status(job_id)
         assert status.state is JobState.PENDING
-        return [finding for finding in status.reasons if finding.code == f"gke.pending.{code}"]
+        return [finding for finding in status.reasons if finding.code == f"kubernetes.pending.{code}"]
 
     return until(found)[0]
 
@@ -59,7 +59,7 @@ SCHEDULER = {
 @pytest.mark.parametrize("message", SCHEDULER)
 def test_scheduler_message_has_a_finding_for_each_reason(message: str) -> None:
     found = list(unschedulable(message))
-    assert [finding.code.removeprefix("gke.pending.") for finding in found] == SCHEDULER[message]
+    assert [finding.code.removeprefix("kubernetes.pending.") for finding in found] == SCHEDULER[message]
     assert not any("preemption" in finding.what or "deallocate" in finding.what for finding in found)
 
 
@@ -83,8 +83,8 @@ ADMISSION = {
 def test_refusal_has_a_finding_with_its_own_fix(reason: str) -> None:
     code, fix = ADMISSION[reason]
     message = f'pods "demo-1-000000-nodes-0-0-x7k2p" is forbidden: {reason}'
-    (found,) = refusals(message, "gke")
-    assert (found.code, fix in found.fix) == (f"gke.{code}", True)
+    (found,) = refusals(message, "kubernetes")
+    assert (found.code, fix in found.fix) == (f"kubernetes.{code}", True)
     assert ("rbac.yaml" in advice(message)) == (code == "permission")
 
 
@@ -128,9 +128,9 @@ def test_lasting_refusal_ends_the_run_but_a_passing_one_does_not(bare: Cluster, 
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     platform, job_id = waiting(bare, tmp_path, admission_timeout=1)
     refused = until(lambda: platform.status(job_id).refused)
-    assert (refused.code, "have the quota raised" in refused.fix) == ("gke.pending.quota", True)
+    assert (refused.code, "have the quota raised" in refused.fix) == ("kubernetes.pending.quota", True)
     bare.remove("resourcequotas", "small")
-    until(lambda: [reason.code for reason in platform.status(job_id).reasons] == ["gke.pending.nodes"])
+    until(lambda: [reason.code for reason in platform.status(job_id).reasons] == ["kubernetes.pending.nodes"])
     assert platform.status(job_id).refused is None
 
 
@@ -139,7 +139,7 @@ def test_deactivated_workload_of_kueue_ends_the_run(bare: Cluster, tmp_path: Pat
     platform, job_id = waiting(bare, tmp_path, queue="research", admission_timeout=0)
     bare.workload("demo-1-000000", active=False, Evicted=("True", "DeactivatedDueToRequeuingLimitExceeded", "limit"))
     refused = until(lambda: platform.status(job_id).refused)
-    assert (refused.code, refused.severity) == ("gke.pending.deactivated", "error")
+    assert (refused.code, refused.severity) == ("kubernetes.pending.deactivated", "error")
     assert "DeactivatedDueToRequeuingLimitExceeded" in refused.what
     assert "kubectl patch workload jobset-demo-1-000000" in refused.fix
 
@@ -160,5 +160,5 @@ def test_conditions_of_kueue_are_findings(
     if conditions:
         bare.workload("demo-1-000000", **conditions)
     found = until(lambda: [reason for reason in platform.status(job_id).reasons if message in reason.what])
-    assert [(reason.code, reason.severity) for reason in found] == [(f"gke.pending.{code}", severity)]
+    assert [(reason.code, reason.severity) for reason in found] == [(f"kubernetes.pending.{code}", severity)]
     assert platform.status(job_id).native == "JobSet Suspended"

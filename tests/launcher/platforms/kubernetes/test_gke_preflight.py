@@ -10,7 +10,7 @@ from kubernetes_cluster import Cluster
 
 from launcher.networks import tcpx
 from launcher.platforms.kubernetes.capacity import pools
-from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
 from launcher.platforms.kubernetes.settings import GkePlatformConfig
 from litgpt_demo.errors import FailureClass, Finding
 
@@ -24,7 +24,7 @@ def found(cluster: Cluster, **settings: Any) -> dict[str, Finding]:
     return {finding.code: finding for finding in findings_of(gke(cluster, **settings)) if finding.severity != "info"}
 
 
-def findings_of(platform: GkePlatform) -> list[Finding]:
+def findings_of(platform: KubernetesPlatform) -> list[Finding]:
     settings = platform._settings
     return list(platform.check(platform.render(job(RUNS, processes=settings.processes_per_node, nodes=settings.nodes))))
 
@@ -33,7 +33,8 @@ def test_complete_cluster_passes_each_check(bare: Cluster) -> None:
     bare.add_nodes(2)
     bare.add_queue("research")
     assert {finding.code for finding in findings_of(gke(bare, queue="research")) if finding.severity == "info"} >= {
-        "gke.version", "gke.permissions", "gke.namespace", "gke.jobset", "gke.queue", "gke.machines",
+        "kubernetes.version", "kubernetes.permissions", "kubernetes.namespace", "kubernetes.jobset",
+        "kubernetes.queue", "kubernetes.machines",
     }  # fmt: skip
     assert found(bare, queue="research") == {}
 
@@ -41,7 +42,7 @@ def test_complete_cluster_passes_each_check(bare: Cluster) -> None:
 def test_missing_namespace_hides_the_findings_that_follow(bare: Cluster) -> None:
     bare.allow([{"apiGroups": ["*"], "resources": ["*"], "verbs": ["get", "list"]}])  # and nothing in that namespace
     news = found(bare, namespace="nowhere", service_account="trainer", queue="reserch", topology="block")
-    assert list(news) == ["gke.namespace", "gke.topology", "gke.machines"]
+    assert list(news) == ["kubernetes.namespace", "kubernetes.topology", "kubernetes.machines"]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_missing_namespace_hides_the_findings_that_follow(bare: Cluster) -> None
 def test_missing_object_of_a_setting_is_named(bare: Cluster, code: str, settings: dict[str, Any], fix: str) -> None:
     bare.add_nodes(2)
     (news,) = found(bare, **settings).values()
-    assert (news.code, news.severity, fix in news.fix) == (f"gke.{code}", "error", True)
+    assert (news.code, news.severity, fix in news.fix) == (f"kubernetes.{code}", "error", True)
 
 
 # --- what the namespace lets in ---------------------------------------------------------------------------------------
@@ -68,15 +69,15 @@ def test_quota_below_the_need_of_all_pods_is_an_error(bare: Cluster) -> None:
     bare.add_nodes(2)
     bare.apply("resourcequotas", {"metadata": {"name": "small"}, "spec": {"hard": {"pods": "1"}}})
     (news,) = found(bare).values()
-    assert (news.code, news.severity) == ("gke.quota", "error")
+    assert (news.code, news.severity) == ("kubernetes.quota", "error")
     assert news.what == "quota small allows 1 of pods, but the job needs 2"
 
 
 @pytest.mark.parametrize(
     ("reason", "code"),
     [
-        ('violates PodSecurity "restricted:latest": runAsUser=0', "gke.pod-security"),
-        ("maximum cpu usage per Container is 4, but limit is 32", "gke.limits"),
+        ('violates PodSecurity "restricted:latest": runAsUser=0', "kubernetes.pod-security"),
+        ("maximum cpu usage per Container is 4, but limit is 32", "kubernetes.limits"),
     ],
 )
 def test_refusal_of_a_dry_run_is_a_finding_with_its_fix(bare: Cluster, reason: str, code: str) -> None:
@@ -103,10 +104,10 @@ def test_missing_networks_and_a_wrong_plugin_are_named(
     spec = {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": pod}}
     bare.apply("daemonsets", {"metadata": {"name": "nccl-tcpx-installer"}, "spec": spec})
     news = found(bare, **TCPX)
-    assert news["gke.networks"].what == "the Network objects vpc2, vpc4 are missing (there are vpc1, vpc3)"
-    assert "the nodes have tcpx v3.1.9 (DaemonSet nccl-tcpx-installer)" in news["gke.installer"].what
-    assert "set platform.network_plugin=v3.1.9" in news["gke.installer"].fix
-    assert news["gke.installer"].severity == "error"
+    assert news["kubernetes.networks"].what == "the Network objects vpc2, vpc4 are missing (there are vpc1, vpc3)"
+    assert "the nodes have tcpx v3.1.9 (DaemonSet nccl-tcpx-installer)" in news["kubernetes.installer"].what
+    assert "set platform.network_plugin=v3.1.9" in news["kubernetes.installer"].fix
+    assert news["kubernetes.installer"].severity == "error"
 
 
 def test_too_few_machines_are_reported_with_the_unfit_ones(bare: Cluster) -> None:
@@ -114,7 +115,7 @@ def test_too_few_machines_are_reported_with_the_unfit_ones(bare: Cluster) -> Non
     bare.add_nodes(1, gpus=4, labels=H100)
     bare.add_nodes(1, gpus=8, labels=H100, taints=[{"key": "team", "value": "x", "effect": "NoSchedule"}])
     bare.add_nodes(1)
-    news = found(bare, machine="a3-highgpu-8g", nodes=3)["gke.machines"]
+    news = found(bare, machine="a3-highgpu-8g", nodes=3)["kubernetes.machines"]
     assert news.severity == "error"
     assert "only 1 of 3 machines exist" in news.what
     for why in ("with 4 GPUs of 8", "with the taint team=x", "without the label cloud.google.com/gke-accelerator"):
@@ -123,8 +124,8 @@ def test_too_few_machines_are_reported_with_the_unfit_ones(bare: Cluster) -> Non
 
 def test_pool_of_too_small_machines_is_an_error(bare: Cluster) -> None:
     bare.add_nodes(2, labels={"cloud.google.com/gke-nodepool": "small"}, cpu=8)
-    assert found(bare, node_pool="small", nodes=3)["gke.machines"].severity == "warning"
-    news = found(bare, node_pool="small", cpus="9000")["gke.machines"]
+    assert found(bare, node_pool="small", nodes=3)["kubernetes.machines"].severity == "warning"
+    news = found(bare, node_pool="small", cpus="9000")["kubernetes.machines"]
     assert (news.severity, "2 with 8 CPUs of 9000" in news.what) == ("error", True)
 
 
@@ -138,11 +139,16 @@ GROWING = pool("gpu", autoscaling={"enabled": True, "max_node_count": 2})
 @pytest.mark.parametrize(
     ("described", "nodes", "code", "what"),
     [
-        ({"node_pools": [pool("small", "e2-standard-4")]}, 2, "gke.pools", "there are small of e2-standard-4"),
-        ({"node_pools": [pool("gpu", initial_node_count=1)]}, 3, "gke.pools", "cannot give them (gpu: 2 at most)"),
-        ({"node_pools": [GROWING]}, 5, "gke.pools", "cannot give them (gpu: 4 at most)"),
-        ({"node_pools": [GROWING]}, 4, "gke.machines", "can grow to it (gpu: 4 at most)"),
-        ({"autopilot": {"enabled": True}}, 4, "gke.machines", "GKE creates the others"),
+        ({"node_pools": [pool("small", "e2-standard-4")]}, 2, "kubernetes.pools", "there are small of e2-standard-4"),
+        (
+            {"node_pools": [pool("gpu", initial_node_count=1)]},
+            3,
+            "kubernetes.pools",
+            "cannot give them (gpu: 2 at most)",
+        ),
+        ({"node_pools": [GROWING]}, 5, "kubernetes.pools", "cannot give them (gpu: 4 at most)"),
+        ({"node_pools": [GROWING]}, 4, "kubernetes.machines", "can grow to it (gpu: 4 at most)"),
+        ({"autopilot": {"enabled": True}}, 4, "kubernetes.machines", "GKE creates the others"),
     ],
 )
 def test_node_pools_are_checked_for_their_largest_size(
@@ -158,7 +164,7 @@ def test_too_old_jobset_is_named_with_the_needed_version(bare: Cluster) -> None:
     bare.add_nodes(2)
     unknown = 'strict decoding error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"'
     bare.answer(400, verb="create", resource="jobsets", message=unknown)
-    assert "older than 0.10" in found(bare)["gke.jobset"].what
+    assert "older than 0.10" in found(bare)["kubernetes.jobset"].what
 
 
 def test_unreachable_cluster_is_one_finding(cluster: Cluster, tmp_path: Path) -> None:
@@ -168,4 +174,4 @@ def test_unreachable_cluster_is_one_finding(cluster: Cluster, tmp_path: Path) ->
         (away, "unknown", FailureClass.UNREACHABLE),
     ):
         (news,) = found(cluster, kubeconfig=str(path)).values()
-        assert (news.code, news.severity, news.fault) == ("gke.cluster", severity, fault)
+        assert (news.code, news.severity, news.fault) == ("kubernetes.cluster", severity, fault)

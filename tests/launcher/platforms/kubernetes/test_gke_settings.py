@@ -1,4 +1,4 @@
-"""What a `platform: {kind: gke}` section may say, and where every variable of a node comes from."""
+"""What a `platform: {kind: kubernetes}` section may say, and where every variable of a node comes from."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,9 +8,9 @@ import pytest
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.job import Job, Submission
-from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
 from launcher.platforms.kubernetes.preflight import check_settings
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.settings import KubernetesPlatformConfig
 from litgpt_demo.errors import Finding
 
 JOB = Job(
@@ -22,16 +22,16 @@ TCPXO = {"machine": "a3-megagpu-8g", "network": "tcpxo"}
 
 
 def config(script: str = "-m x", **options: Any) -> ScriptConfig:
-    return validated(ScriptConfig, {"script": script, "platform": {"kind": "gke", **options}}, where="here")
+    return validated(ScriptConfig, {"script": script, "platform": {"kind": "kubernetes", **options}}, where="here")
 
 
 def rendered(options: dict[str, Any], **changes: Any) -> Submission:
-    return GkePlatform(config(nodes=2, **options).platform).render(replace(JOB, **changes))
+    return KubernetesPlatform(config(nodes=2, **options).platform).render(replace(JOB, **changes))
 
 
 def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
     """Findings of the settings by code."""
-    settings = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
+    settings = KubernetesPlatformConfig.model_validate({"kind": "kubernetes", "nodes": 2, **options})
     return {finding.code: finding for finding in check_settings(settings, rendered(options, **changes).body["items"])}
 
 
@@ -41,7 +41,10 @@ def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
         ({"machine": "a3-highgpu-8"}, "'a3-highgpu-8' is not in the table.*did you mean a3-highgpu-8g"),
         ({"machine": "a3-highgpu-8g", "processes_per_node": 16}, "has 8 GPUs, and ranks cannot share one"),
         ({"network_registry": "google"}, "network_registry: 'google' given"),  # somebody's folder on Docker Hub
-        ({"cluster": "mine", "location": "x", "kubeconfig": "k"}, "different ways to a cluster; keep one"),
+        ({"in_cluster": True, "kubeconfig": "k"}, "different ways to a cluster; keep one"),
+        ({"cluster": "mine", "location": "x"}, "platform.cluster belongs to a GKE cluster; set platform.kind=gke"),
+        ({"kind": "gke", "cluster": "mine"}, "take kind kubernetes for another cluster"),
+        ({"kind": "gke", "kubeconfig": "k"}, "take kind kubernetes for another cluster"),
         ({"secrets": {"KEY": "the key itself"}}, r"secrets\.KEY"),
     ],
 )
@@ -50,19 +53,26 @@ def test_invalid_settings_are_refused_with_a_fix(options: dict[str, Any], messag
         config(**options)
 
 
+def test_both_kinds_render_the_same() -> None:
+    google = {"kind": "gke", "cluster": "c", "location": "l"}
+    by_name, by_kubeconfig = rendered({**TCPX, **google}), rendered(TCPX)
+    assert (by_name.platform, by_kubeconfig.platform) == ("gke", "kubernetes")
+    assert replace(by_name, platform="kubernetes") == by_kubeconfig
+
+
 def test_root_that_nodes_do_not_share_is_refused() -> None:
     """A folder in the claim is accepted."""
     directory = "/data/runs/owt-01/attempts/1"
-    assert found({}, directory=directory).keys() == {"gke.root-not-shared"}
+    assert found({}, directory=directory).keys() == {"kubernetes.root-not-shared"}
     assert found({"pvc": "nfs", "pvc_path": "/data"}, directory=directory) == {}
 
 
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        ({"uid": 0}, "gke.root"),
-        ({"spot": True, "grace_period": 60}, "gke.spot-grace"),
-        ({"host_network": True, "service_account": "trainer"}, "gke.host-network-identity"),
+        ({"uid": 0}, "kubernetes.root"),
+        ({"spot": True, "grace_period": 60}, "kubernetes.spot-grace"),
+        ({"host_network": True, "service_account": "trainer"}, "kubernetes.host-network-identity"),
     ],
 )
 def test_risky_settings_are_warnings(options: dict[str, Any], code: str) -> None:

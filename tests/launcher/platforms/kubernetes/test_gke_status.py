@@ -10,7 +10,7 @@ from waiting import until
 from launcher.errors import PlatformUnreachable
 from launcher.job import JobId, JobState
 from launcher.platforms.kubernetes import informer as watching
-from launcher.platforms.kubernetes.platform import GkePlatform
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
 from launcher.platforms.kubernetes.states import JobName
 from launcher.runs.diagnosis import Action, diagnose
 from litgpt_demo.errors import EXIT_CODES, FailureClass
@@ -99,7 +99,7 @@ def test_silent_machine_is_named_with_the_next_steps(cluster: Cluster, tmp_path:
     lost = cluster.pods("-0-1-")[0]["spec"]["nodeName"]
     cluster.hang(lost)
     (reason,) = until(lambda: platform.status(job_id).reasons)
-    assert reason.code == "gke.machine-lost"
+    assert reason.code == "kubernetes.machine-lost"
     assert reason.what.startswith(f"the machine of node 1 on {lost} has not answered since 20")
     assert "its pod is given up after 300 s" in reason.fix
     cluster.give_up(lost)
@@ -116,13 +116,13 @@ def test_ended_node_is_reported_while_a_silent_one_has_not_ended(cluster: Cluste
     (reason,) = until(lambda: platform.status(job_id).reasons)
     assert reason.what == "node 0 has ended (network fault, exit code 44), and others have not yet"
     cluster.hang(lost)
-    until(lambda: [reason.code for reason in platform.status(job_id).reasons] == ["gke.machine-lost"])
+    until(lambda: [reason.code for reason in platform.status(job_id).reasons] == ["kubernetes.machine-lost"])
 
 
 # --- an API that misbehaves -------------------------------------------------------------------------------------------
 
 
-def seen(platform: GkePlatform, job_id: JobId) -> JobState | None:
+def seen(platform: KubernetesPlatform, job_id: JobId) -> JobState | None:
     """The job's state; None while nobody answers."""
     try:
         return platform.status(job_id).state

@@ -43,7 +43,7 @@ EVENT: dict[str, Any] = {
 def codes(events: list[Any], pods: list[Any]) -> list[str]:
     """Why the job waits, in a cluster that has these events and nothing else."""
     listed: Any = SimpleNamespace(list=lambda *_, **__: (events, "1"))
-    return [finding.code.removeprefix("gke.pending.") for finding in explain(listed, JOB, WORKLOAD, pods)]
+    return [finding.code.removeprefix("kubernetes.pending.") for finding in explain(listed, JOB, WORKLOAD, pods)]
 
 
 @st.composite

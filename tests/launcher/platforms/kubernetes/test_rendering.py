@@ -18,8 +18,8 @@ from launcher.errors import ConfigProblem
 from launcher.job import Submission
 from launcher.machines import MACHINES
 from launcher.networks import networks_of
-from launcher.platforms.kubernetes.platform import GkePlatform
-from launcher.platforms.kubernetes.settings import GkePlatformConfig
+from launcher.platforms.kubernetes.platform import KubernetesPlatform
+from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesPlatformConfig
 from launcher.yaml_files import read_yaml
 from litgpt_demo.node.network import NodeNetwork
 
@@ -85,10 +85,12 @@ class Sent:
 
 
 def sent(options: Options, **changes: Any) -> Sent:
-    platform = GkePlatformConfig.model_validate({"kind": "gke", "nodes": 2, **options})
+    section = {"kind": "kubernetes", "nodes": 2, **options}
+    kinds = {"gke": GkePlatformConfig, "kubernetes": KubernetesPlatformConfig}
+    platform = kinds[section["kind"]].model_validate(section)
     root = platform.pvc_path if platform.pvc else "gs://bucket/pretraining"
     training = training_job(root, **{"nodes": platform.nodes, "processes": platform.processes_per_node, **changes})
-    submission = GkePlatform(platform).render(training)
+    submission = KubernetesPlatform(platform).render(training)
     items = submission.body["items"]
     work = items[-1]["spec"]
     job = work["replicatedJobs"][0]["template"]["spec"] if "replicatedJobs" in work else work
