@@ -408,7 +408,7 @@ def test_second_user_sees_a_running_job(cluster: SlurmCommands, tmp_path: Path) 
     platform = SlurmPlatform(settings_of(), settle=0)
     assert platform.status(job_id).state is JobState.RUNNING
     assert platform.remaining_resources(job_id) == ("job 77 (RUNNING)",)
-    with pytest.raises(PlatformRefused, match=r"job 77 is alice's, and Slurm does not let bob end it.*ask alice"):
+    with pytest.raises(PlatformRefused, match=r"job 77 is alice's, and Slurm does not let bob end.*have alice cancel"):
         platform.cancel(job_id)
     assert not (tmp_path / "attempts/1" / CANCELLED).exists(), "the job goes on, and must not look cancelled later"
     assert platform.submit(platform.render(job_of(tmp_path))) == job_id
