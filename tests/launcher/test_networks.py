@@ -33,7 +33,7 @@ def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
     [
         ("tcpx", "a3-highgpu-8g", {"network_plugin": "latest"}, "network_plugin=latest is another build each time"),
         ("tcpxo", "a3-megagpu-8g", {"network_daemon": f"my.example/d:latest{DIGEST}"}, "network_daemon=latest"),
-        ("tcpx", "a3-highgpu-8g", {"network_plugin": "v9.9.9"}, "no tcpx release.*give platform.network_daemon too"),
+        ("tcpx", "a3-highgpu-8g", {"network_plugin": "v9.9.9"}, "unknown tcpx release.*platform.network_daemon too"),
         ("tcpx", "a3-megagpu-8g", {}, "network=tcpx, which a a3-megagpu-8g has not got; take tcpxo or tcp"),
         ("tcpxo", None, {}, "belongs to particular machines"),
         ("ethernet", "a3-highgpu-8g", {}, "'tcp', 'gib'"),
