@@ -660,7 +660,7 @@ def moment(text: str) -> float:
 
 
 @app.command()
-def logs(
+def logs(  # noqa: C901 - each option selects lines, and the closures share all of them
     target: Words,
     overrides: Overrides = None,
     platform_file: PlatformFile = None,

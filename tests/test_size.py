@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).parents[1]
-SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo")
+SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "train_litgpt")
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {

@@ -304,7 +304,7 @@ def _ending(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _find_straggler(
+def _find_straggler(  # noqa: C901 - a list of rules, of which the first that fits counts
     reports: Sequence[NodeReport], candidates: Sequence[RootCauseCandidate]
 ) -> RootCauseCandidate | None:
     """NCCL's watchdogs number the collectives that each rank has begun, and a monitored barrier names the rank. Without

@@ -92,7 +92,7 @@ def _verify_existing(run: Storage, done: FinalManifest) -> FinalManifest:
     return done
 
 
-def verified_checkpoint(
+def verified_checkpoint(  # noqa: C901 - each way to choose a checkpoint has a refusal of its own
     run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
 ) -> tuple[CheckpointManifest, Path]:
     """Return the requested checkpoint, and a local folder with the files of its weights, every byte verified."""

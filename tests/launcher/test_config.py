@@ -126,7 +126,7 @@ def test_a_file_that_holds_no_settings_is_named(tmp_path: Path, content: bytes |
 @pytest.mark.parametrize(
     "text", ["train:\n  max_steps:\u00a0100\n  seed: 1", "train:\n\u00a0 max_steps: 100", "a: 1\nmax_steps: 100\u200b"]
 )
-def test_what_looks_like_a_space_and_is_none_is_named_by_its_code_point(text: str) -> None:
+def test_odd_blank_is_named_by_its_code_point(text: str) -> None:
     with pytest.raises(yaml.YAMLError, match=r"line 2 has U\+(00A0|200B) \(.*type a space"):
         load_yaml(text)
     assert load_yaml("\ufeff# where\u00a0?\na: 'b\u00a0c'") == {"a": "b\u00a0c"}

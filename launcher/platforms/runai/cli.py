@@ -118,7 +118,7 @@ class Cli:
     def excludes(self) -> bool:
         return self.dialect.has(EXCLUDE)
 
-    def render(self, work: Workload) -> Mapping[str, Any]:
+    def render(self, work: Workload) -> Mapping[str, Any]:  # noqa: C901 - two generations of flags side by side
         settings, job, dialect = work.settings, work.job, self.dialect
         topology = "--required-pod-topology-key" if settings.topology_required else "--preferred-pod-topology-key"
         claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.pvcs]
