@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 35_619,
-    "launcher": 16_272,
-    "launcher/platforms/kubernetes": 2_930,
-    "litgpt_demo": 14_464,
-    "bench": 800,
-    "tests": 31_546,
+    "source": 37_408,
+    "launcher": 16_558,
+    "launcher/platforms/kubernetes": 2_983,
+    "litgpt_demo": 15_796,
+    "bench": 801,
+    "tests": 32_236,
     "test data": 3_667,
 }
 
