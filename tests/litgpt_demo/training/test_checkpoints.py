@@ -177,7 +177,7 @@ def test_resuming_executes_nothing_of_a_checkpoint(
     seal(folder)
     training = training_of(finished_copy)
     with pytest.raises(
-        DataError, match=r"names posix.mkdir for its reader to call.* look who may write there"
+        DataError, match=r"names posix.mkdir for its reader to call.* check who may write there"
     ) as refusal:
         resume(training, on_warning=print)
     assert not marker.exists()
