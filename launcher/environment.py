@@ -69,7 +69,7 @@ def node_environment(
             variable.name: variable.value for variable in network.environment if variable.after and network.node.scripts
         },
         "user_env": user_env,
-        "gate_seconds": settings.network_test if is_tested else 0,
+        "test_seconds": settings.network_test if is_tested else 0,
     }
     node = network.node.model_copy(update={**common, **own})
     fields = node.model_dump(mode="json", exclude_defaults=True)

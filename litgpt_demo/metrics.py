@@ -83,7 +83,7 @@ COLUMNS = {
     "elapsed": Column(_Seconds, "start step evaluation checkpoint skip leave network end"),
     "attempt": Column(_Attempt, "start"),
     "node_started": Column(_Seconds, "start"),  # since the epoch
-    "gate_seconds": Column(_Seconds, "start"),
+    "network_test_seconds": Column(_Seconds, "start"),
     "stage_seconds": Column(_Seconds, "start"),
     # Bandwidths are in GB/s.
     "ranks": Column(_Count, "network"),

@@ -151,7 +151,7 @@ class NodeReport(BaseModel):
     ended: FiniteFloat
     signalled_at: FiniteFloat | None = None
     started: FiniteFloat | None = None
-    gate_seconds: _Seconds = 0.0
+    network_test_seconds: _Seconds = 0.0
     stage_seconds: _Seconds = 0.0
     host: Annotated[str, AfterValidator(lambda text: text[:253])] = ""
     """The machine, by its platform's name, which is at most as long as a DNS name."""

@@ -184,8 +184,8 @@ def _spans(
     for life, next_life in zip(lives, [*lives[1:], later], strict=False):
         yield _Span(life.started, before_life, held)
         held = nodes
-        start = life.start
-        within = {Part.NETWORK_TEST: start.get("gate_seconds", 0.0), Part.STAGE: start.get("stage_seconds", 0.0)}
+        network_test, stage = life.start.get("network_test_seconds", 0.0), life.start.get("stage_seconds", 0.0)
+        within = {Part.NETWORK_TEST: network_test, Part.STAGE: stage}
         yield _Span(life.started + life.rows[0]["elapsed"], beginning, held, within)
         # A life stopped when its first rank fell, when the node of that rank reported, or when the attempt was over.
         own = [report for report in reports if report.started == life.started]
@@ -212,7 +212,7 @@ def _spans(
             part = beginning
         elif later is None and any(row.get("kind") == "end" for row in rows):
             part = Part.COLLECTING
-        within = {Part.NETWORK_TEST: first.gate_seconds, Part.STAGE: first.stage_seconds}
+        within = {Part.NETWORK_TEST: first.network_test_seconds, Part.STAGE: first.stage_seconds}
         yield _Span(first.ended, part, held, within)
     elif not lives:
         yield _Span(ended, Part.UNKNOWN, held)

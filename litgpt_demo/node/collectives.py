@@ -20,7 +20,7 @@ import torch.distributed as dist
 from litgpt_demo.errors import NetworkError
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat
 from litgpt_demo.metrics import to_log_line
-from litgpt_demo.node.network_test import PLACE, RESULT, NetworkTestResult, NodePair, Speed
+from litgpt_demo.node.network_test import LOCATION, RESULT, NetworkTestResult, NodePair, Speed
 from litgpt_demo.node.rendezvous import machine_name
 from litgpt_demo.storage.local import atomic_write_json
 
@@ -147,7 +147,7 @@ class CollectiveBenchmark:
             self._maximum(0.0)  # the others wait here
         # Name and location of each node's machine, as numbers, because torch converts objects to tensors with numpy,
         # which an image may lack. A host name has 253 bytes at most, three names of GCE's in a location 63 each.
-        text = f"{machine_name()}\n{os.environ.get(PLACE, '')}".encode()[:1024].ljust(1024)
+        text = f"{machine_name()}\n{os.environ.get(LOCATION, '')}".encode()[:1024].ljust(1024)
         numbers = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
         gathered = [torch.empty_like(numbers) for _ in range(self.world)]
         dist.all_gather(gathered, numbers)
@@ -156,7 +156,7 @@ class CollectiveBenchmark:
             backend="nccl" if self.device.type == "cuda" else "gloo",
             nodes=self.nodes,
             hosts=tuple(line.partition("\n")[0] for line in lines),
-            places=tuple(line.partition("\n")[2] for line in lines),
+            locations=tuple(line.partition("\n")[2] for line in lines),
             speeds=tuple(speeds),
             floor=floor,
             seconds=0.0,

@@ -233,7 +233,7 @@ class NodeTimer:
     """Seconds since the epoch."""
     started_monotonic: float = field(default_factory=time.monotonic)
     """The same moment on the monotonic clock."""
-    gate: float = 0.0
+    network_test: float = 0.0
     """Seconds of the network test."""
     stage: float = 0.0
     """Seconds in which the datasets were brought here and verified."""
@@ -251,7 +251,7 @@ class NodeTimer:
         return round(moment - self.started_monotonic, 3)
 
     @contextlib.contextmanager
-    def spent_on(self, phase: Literal["gate", "stage"]) -> Iterator[None]:
+    def spent_on(self, phase: Literal["network_test", "stage"]) -> Iterator[None]:
         """Add the seconds of the block to a phase, also if the block raises."""
         start = time.monotonic()
         try:
@@ -266,4 +266,4 @@ class NodeTimer:
 
     def phases(self) -> dict[str, float]:
         """Return the seconds of the phases before the ranks' start."""
-        return {"gate_seconds": round(self.gate, 3), "stage_seconds": round(self.stage, 3)}
+        return {"network_test_seconds": round(self.network_test, 3), "stage_seconds": round(self.stage, 3)}

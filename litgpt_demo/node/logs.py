@@ -204,7 +204,7 @@ class _Uploader:
     def _files(self) -> list[Path]:
         """Return the report first: if there is no time for the rest, it is the most useful file."""
         files = [path for path in (self._own.with_suffix(".json"), self._own.with_suffix(".log")) if path.exists()]
-        for folder in (self._own / "ranks", self._own / "gate"):
+        for folder in (self._own / "ranks", self._own / "network-test"):
             files += sorted(path for path in folder.glob("**/*") if path.is_file() and not path.name.startswith("."))
         return [*files, *sorted(self._own.glob("*.json"))]
 

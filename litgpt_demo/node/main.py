@@ -35,7 +35,7 @@ from litgpt_demo.node.code import CODE, unpacked_code
 from litgpt_demo.node.environment import GRACE, TIMES, NodeTimer, of_network, with_compile_cache, with_libcuda
 from litgpt_demo.node.evidence import RECORDER
 from litgpt_demo.node.logs import tee, uploaded
-from litgpt_demo.node.network_test import MEASURED, PLACE, RESULT, fabric_location, rank_order, run_network_test
+from litgpt_demo.node.network_test import LOCATION, MEASUREMENT, RESULT, fabric_location, rank_order, run_network_test
 from litgpt_demo.node.rendezvous import Node, await_name, contradictions, machine_name, parse, unpack
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage.local import atomic_write_json, preallocate
@@ -110,12 +110,12 @@ def run(node: Node, timer: NodeTimer, path: Path) -> dict[str, Any]:
                 what = f"the program {script} is not a file of the mounted code"
                 raise UserError(what, fix="give its path within the mounted folder")
         environ = with_compile_cache(environ)
-        environ[PLACE] = fabric_location(node.network.place, environ)
-        with timer.spent_on("gate"):
+        environ[LOCATION] = fabric_location(node.network.location_source, environ)
+        with timer.spent_on("network_test"):
             network_test = run_network_test(node, environ, shutdown)
         if network_test is not None:
-            environ[MEASURED] = str(node.own / RESULT)
-            place = rank_order(network_test.places)[place]
+            environ[MEASUREMENT] = str(node.own / RESULT)
+            place = rank_order(network_test.locations)[place]
         if node.stage:
             from litgpt_demo.data.dataset import stage
 

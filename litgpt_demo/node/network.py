@@ -98,9 +98,9 @@ class NodeNetwork(Settings):
     """Least bus bandwidth of a large all-reduce in GB/s, by the node count from which on it holds: {2: 40.0}."""
     allow_tcp_fallback: bool = False
     """Go on, with a warning, where the network is found not to be in use."""
-    place: Literal["gce"] | None = None
-    """The source of this machine's place in the fabric, for the order of ranks: GCE's metadata server."""
-    gate_seconds: int = 60
+    location_source: Literal["gce"] | None = None
+    """The source of this machine's location in the fabric, for the order of ranks: GCE's metadata server."""
+    test_seconds: int = 60
     """Seconds that the measurement before the training may take; 0 leaves it out."""
 
     def floor(self, nodes: int) -> float | None:
@@ -122,7 +122,7 @@ class NodeNetwork(Settings):
         return NcclFit.QUALIFIED if within(version, self.nccl_versions) else NcclFit.UNQUALIFIED
 
 
-NO_NETWORK_PROFILE = NodeNetwork(gate_seconds=0)
+NO_NETWORK_PROFILE = NodeNetwork(test_seconds=0)
 """The network of a job that names none; it is not tested."""
 
 

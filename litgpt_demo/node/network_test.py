@@ -19,7 +19,7 @@ from litgpt_demo.node.rendezvous import Node
 
 RESULT = "network.json"  # in every node's own folder; it is the same in all of them
 # Variables of ranks: the file with the result, and the location of their machine in the fabric.
-MEASURED, PLACE = "LITGPT_MEASURED", "LITGPT_PLACE"
+MEASUREMENT, LOCATION = "LITGPT_NETWORK_TEST_RESULT", "LITGPT_FABRIC_LOCATION"
 # The test has a port of its own, above the job's: a node that is done must not meet its peers' earlier rendezvous.
 PORT_OFFSET = 1
 
@@ -63,7 +63,7 @@ class NetworkTestResult:
     """Least busbw in GB/s; None if none is known."""
     seconds: float
     """Duration of the test."""
-    places: tuple[str, ...] = ()
+    locations: tuple[str, ...] = ()
     """The location of each node in the fabric; empty text if it is unknown."""
     pairs: Mapping[NodePair, float] = field(default_factory=dict)
     """GB/s between two nodes, in both directions at once; empty if not measured."""
@@ -118,7 +118,7 @@ def read_result(content: bytes, where: str) -> NetworkTestResult:
         return NetworkTestResult(
             **{name: document[name] for name in ("backend", "nodes", "floor", "seconds")},
             hosts=tuple(document["hosts"]),
-            places=tuple(document["places"]),
+            locations=tuple(document["locations"]),
             speeds=tuple(Speed(**{name: speed[name] for name in names}) for speed in document["speeds"]),
             pairs={(pair["nodes"][0], pair["nodes"][1]): pair["gbytes"] for pair in document["pairs"]},
             alone={node["node"]: node["busbw"] for node in document["alone"]},
@@ -129,7 +129,7 @@ def read_result(content: bytes, where: str) -> NetworkTestResult:
 
 def network_test_row(environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the result of the network test before this training as a metrics row; empty without a test."""
-    path = Path(environ.get(MEASURED, ""))
+    path = Path(environ.get(MEASUREMENT, ""))
     return read_result(path.read_bytes(), str(path)).row() if path.is_file() else {}
 
 
@@ -139,16 +139,16 @@ def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownS
     Raises NodeError if this node is the slow one, else NetworkError, also if the test did not end.
     """
     network = node.network
-    if node.nodes < 2 or network.gate_seconds == 0:
+    if node.nodes < 2 or network.test_seconds == 0:
         return None
     path = node.own / RESULT
     path.unlink(missing_ok=True)
     floor = network.floor(node.nodes)
-    program = ["-m", "litgpt_demo", "collectives", "--seconds", str(network.gate_seconds)]
+    program = ["-m", "litgpt_demo", "collectives", "--seconds", str(network.test_seconds)]
     if floor is not None:
         program += ["--floor", str(floor)]
-    job = replace(node, port=node.port + PORT_OFFSET, run_id=f"{node.run_id}-gate", program=tuple(program))
-    end = run_ranks(job, environ, shutdown, folder="gate")
+    job = replace(node, port=node.port + PORT_OFFSET, run_id=f"{node.run_id}-network-test", program=tuple(program))
+    end = run_ranks(job, environ, shutdown, folder="network-test")
     shutdown.torchrun = None
     fault = fault_of(end)
     if fault is not None or not path.exists():
@@ -238,22 +238,22 @@ def fabric_location(source: str | None, environ: Mapping[str, str]) -> str:
         with urlopen(request, timeout=5) as answer:
             return str(answer.read().decode()).strip()
     except OSError as error:  # machines without a placement policy have no such attribute
-        print(f"warning [node.place] this machine's place is unknown: {error} -> ranks keep their order", flush=True)
+        print(f"warning [node.location] unknown location of this node: {error} -> ranks keep their order", flush=True)
         return ""
 
 
-def rank_order(places: Sequence[str]) -> list[int]:
+def rank_order(locations: Sequence[str]) -> list[int]:
     """Return the rank of each node: machines of one block are neighbours, and within it those of one rack.
 
     Node 0 keeps rank 0, because the others meet there. Its block and rack come first. Machines of unknown location
     come last, in their own order.
     """
-    parts = [tuple(part for part in place.split("/") if part) for place in places]
+    parts = [tuple(part for part in location.split("/") if part) for location in locations]
 
     def order(node: int) -> tuple[object, ...]:
         path, first = parts[node], parts[0]
         distance = tuple((path[: depth + 1] != first[: depth + 1], part) for depth, part in enumerate(path))
         return node != 0, not path, distance, node
 
-    ordered = sorted(range(len(places)), key=order)
-    return [ordered.index(node) for node in range(len(places))]
+    ordered = sorted(range(len(locations)), key=order)
+    return [ordered.index(node) for node in range(len(locations))]

@@ -282,13 +282,15 @@ def _environment(
         add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
     for name, entry in settings.secrets.items():
         own.append(Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry))
-    # Kueue's topology-aware scheduling numbers pods by place. Otherwise the nodes sort the ranks. That a pod may query
-    # the metadata server for its machine's place is INFERRED; without permission nothing changes. A machine without a
-    # known type may be in no cloud.
+    # Kueue's topology-aware scheduling numbers pods by location. Otherwise the nodes sort the ranks. That a pod may
+    # query the metadata server for its machine's location is INFERRED; without permission nothing changes. A machine
+    # without a known type may be in no cloud.
     sorts_ranks = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
-    place, sockets = "gce" if sorts_ranks else None, settings.allow_tcp_fallback
+    source, sockets = "gce" if sorts_ranks else None, settings.allow_tcp_fallback
     own, before = own[first:], own[:first]
-    return node_environment(job, settings, network, own, before=before, allow_tcp_fallback=sockets, place=place)
+    return node_environment(
+        job, settings, network, own, before=before, allow_tcp_fallback=sockets, location_source=source
+    )
 
 
 def _security(settings: KubernetesSettings, network: Network, *, read_only: bool) -> dict[str, Any]:

@@ -17,7 +17,7 @@ fail() {
 
 : >> /shared/runs/owt/attempts/1/node-0.log || fail root 'the run'"'"'s folder /shared/runs/owt/attempts/1 is not there on this node, or cannot be written'
 exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
-export LITGPT_NETWORK='{"name":"tcp","shm_bytes":1073741824,"gpus":1,"gate_seconds":0}'
+export LITGPT_NETWORK='{"name":"tcp","shm_bytes":1073741824,"gpus":1,"test_seconds":0}'
 export PYTHONUNBUFFERED=1
 command -v apptainer > /dev/null || fail container 'platform.container=apptainer, but this node does not have it'
 [ -r /shared/a.sif ] || fail container 'platform.container_image=/shared/a.sif cannot be read'

@@ -16,7 +16,7 @@ fail() {
 
 : >> /shared/runs/owt/attempts/1/node-0.log || fail root 'the run'"'"'s folder /shared/runs/owt/attempts/1 is not there on this node, or cannot be written'
 exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
-export LITGPT_NETWORK='{"name":"tcp","gate_seconds":0}'
+export LITGPT_NETWORK='{"name":"tcp","test_seconds":0}'
 export PYTHONUNBUFFERED=1
 export PATH=/shared/venv/bin:$PATH
 /shared/venv/bin/python -c 'import litgpt_demo' || fail venv 'platform.venv=/shared/venv has no python with train-litgpt'

@@ -17,7 +17,7 @@ fail() {
 
 : >> /shared/runs/owt/attempts/1/node-0.log || fail root 'the run'"'"'s folder /shared/runs/owt/attempts/1 is not there on this node, or cannot be written'
 exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
-export LITGPT_NETWORK='{"name":"tcp","shm_bytes":1073741824,"gpus":8,"gate_seconds":0}'
+export LITGPT_NETWORK='{"name":"tcp","shm_bytes":1073741824,"gpus":8,"test_seconds":0}'
 export PYTHONUNBUFFERED=1
 srun --help | grep -e --container-image > /dev/null || fail container 'platform.container=pyxis, but this node does not have it'
 litgpt_first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

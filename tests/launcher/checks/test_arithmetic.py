@@ -103,9 +103,9 @@ def test_auto_strategy_follows_memory_before_network_speed() -> None:
     """A model that no process can copy is sharded within nodes, or across a network that is fast enough."""
     passes = {"micro_batch": 4, "global_batch": 64, "activation_checkpointing": "full"}
     llama = on_nodes("Llama-3-8B", "a3-megagpu-8g", "tcpxo", 2, **passes)
-    # The gate's figure of a network like that of RCP: 122.3 Gbit/s between nodes.
-    gate = [{"kind": "network", "step": 0, "nodes": 2, "busbw": 122.3 / 8}]
-    strategy, why = figures_of(llama, metrics=gate)["strategy"]
+    # The network test's figure for a network like that of RCP: 122.3 Gbit/s between nodes.
+    measured = [{"kind": "network", "step": 0, "nodes": 2, "busbw": 122.3 / 8}]
+    strategy, why = figures_of(llama, metrics=measured)["strategy"]
     assert (strategy, why[: why.index("; w")]) == (
         "hybrid",
         "each node holds a copy and sends 32.1 GB a step; fsdp would send 60.2 GB a step, 3.9 s at 122 Gbit/s "

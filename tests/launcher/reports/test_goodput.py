@@ -29,7 +29,7 @@ def attempt(
     state = JobState.SUCCEEDED if fell is None else JobState.FAILED
     times = {"scheduled": DAY + found, "pulled": DAY + pulled, "ended": DAY + ended, "seen": DAY + ended + 1}
     report = NodeReport.model_validate({
-        "node": 0, "message": "", "started": DAY + node[0], "ended": DAY + node[1], "gate_seconds": 5.0,
+        "node": 0, "message": "", "started": DAY + node[0], "ended": DAY + node[1], "network_test_seconds": 5.0,
         "stage_seconds": 15.0, "exit_code": 0 if fell is None else 43, "fault": None if fell is None else "node fault",
         "ranks": [] if fell is None else [{"rank": 0, "time": DAY + fell}],
     })  # fmt: skip
@@ -42,7 +42,7 @@ def row(kind: str, step: int, elapsed: float, **values: Any) -> dict[str, Any]:
 
 def steps(number: int, started: float, first: int, last: int) -> list[dict[str, Any]]:
     """The start of an attempt, and its steps of 2 s from second 40 on, the first of which compiles for 10 s."""
-    times = {"node_started": DAY + started, "gate_seconds": 5.0, "stage_seconds": 15.0}
+    times = {"node_started": DAY + started, "network_test_seconds": 5.0, "stage_seconds": 15.0}
     later = range(first + 1, last + 1)
     return [
         row("start", first - 1, 40.0, attempt=number, steps=20, **times),

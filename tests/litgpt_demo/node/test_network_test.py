@@ -13,7 +13,7 @@ from litgpt_demo.errors import DataError, NetworkError, NodeError
 from litgpt_demo.metrics import rows_of
 from litgpt_demo.node.collectives import rounds
 from litgpt_demo.node.network_test import (
-    MEASURED,
+    MEASUREMENT,
     NetworkTestResult,
     Speed,
     check_bandwidth,
@@ -55,7 +55,7 @@ def test_a_result_is_read_back_and_told_by_a_training(
     made = result(23.0, pairs={(0, 1): 4.1, (1, 2): 4.0}, alone={0: 430.0})
     (tmp_path / "network.json").write_text(json.dumps(made.document()))
     assert read_result((tmp_path / "network.json").read_bytes(), "there") == made
-    monkeypatch.setenv(MEASURED, str(tmp_path / "network.json"))
+    monkeypatch.setenv(MEASUREMENT, str(tmp_path / "network.json"))
     run = new_run("measured", max_steps=1, warmup_steps=0, evaluate_every=1, checkpoint_every=1)
     assert main(["--run", str(run)]) == 0
     assert rows_of((run / "metrics.jsonl").read_text())[1] == made.row()
@@ -74,11 +74,11 @@ def test_only_slow_nodes_are_blamed_wherever_they_are(data: st.DataObject, nodes
 
 
 @given(st.lists(st.builds("/{}/{}/{}".format, *[st.sampled_from("abc")] * 2, st.integers(0, 99)), min_size=1))
-def test_machines_of_one_block_and_of_one_rack_are_neighbours(given_places: list[str]) -> None:
-    ranks = rank_order(given_places)
-    assert sorted(ranks) == list(range(len(given_places)))
+def test_machines_of_one_block_and_of_one_rack_are_neighbours(locations: list[str]) -> None:
+    ranks = rank_order(locations)
+    assert sorted(ranks) == list(range(len(locations)))
     assert ranks[0] == 0
-    in_order = [given_places[ranks.index(rank)] for rank in range(len(ranks))]
+    in_order = [locations[ranks.index(rank)] for rank in range(len(ranks))]
     for depth in (2, 3):
-        domains = ["/".join(place.split("/")[:depth]) for place in in_order]
+        domains = ["/".join(location.split("/")[:depth]) for location in in_order]
         assert 1 + sum(first_node != second_node for first_node, second_node in pairwise(domains)) == len(set(domains))

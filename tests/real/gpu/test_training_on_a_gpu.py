@@ -90,7 +90,7 @@ def test_a_save_makes_no_context_on_another_gpu(tmp_path: Path) -> None:
 def test_two_nodes_measure_by_nccl_over_loopback(tmp_path: Path) -> None:
     """NCCL refuses two ranks on one GPU of one host, so that each node is a host of its own by NCCL_HOSTID."""
     (tmp_path / "rank.py").write_text("print('trained')")
-    network, count = NodeNetwork(gate_seconds=30, floor_gbytes={2: 0.001}, gpus=1), torch.cuda.device_count()
+    network, count = NodeNetwork(test_seconds=30, floor_gbytes={2: 0.001}, gpus=1), torch.cuda.device_count()
     codes, output = ended_nodes(
         tmp_path / "d", str(tmp_path / "rank.py"), nodes=2,
         environ={NETWORK: network.model_dump_json(exclude_defaults=True), "NCCL_SOCKET_IFNAME": "lo"},

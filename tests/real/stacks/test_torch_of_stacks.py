@@ -103,7 +103,7 @@ def test_nodes_with_an_old_torch_measure_then_let_ranks_save(tmp_path: Path, mon
     assert list(check_nccl(NodeNetwork(name="tcpx", nccl_net="x", nccl_versions=(">=2.19,<2.20",)), seen)) == []
 
     (tmp_path / "rank.py").write_text(RANK)
-    network = NodeNetwork(gate_seconds=3, floor_gbytes={2: 0.0001}).model_dump_json()
+    network = NodeNetwork(test_seconds=3, floor_gbytes={2: 0.0001}).model_dump_json()
     program = (str(tmp_path / "rank.py"), str(tmp_path))
     environ = own | {NETWORK: network}
     with started_nodes(tmp_path / "d", *program, nodes=2, grace=60, python=str(python), environ=environ) as nodes:
