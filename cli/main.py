@@ -292,7 +292,7 @@ def sweep(
     allow_duplicate: Duplicate = False,
     replace: Replace = False,
 ) -> None:
-    """Train every combination of a grid (the config's `sweep` section)."""
+    """Run the trials of a config's `sweep` section: a grid, or a random or TPE search."""
     changes = _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace)
     settings = read_config(config, changes, platform_file)
     if not isinstance(settings, SweepConfig):
@@ -514,7 +514,7 @@ def plan(
 @app.command()
 def settings(
     prefix: Annotated[str, typer.Argument(help="Only settings whose names begin with this: train, data.corpus")] = "",
-    kind: Annotated[str, typer.Option(help="training, script, sweep or network benchmark")] = "training",
+    kind: Annotated[str, typer.Option(help="training, script, sweep or network (the network benchmark)")] = "training",
     as_json: Json = False,
 ) -> None:
     """List every setting of a config, with its default and its meaning."""

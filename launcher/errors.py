@@ -33,6 +33,11 @@ class NotInstalled(ConfigProblem):
     """A package or a program that the platform needs is not on this machine."""
 
 
+def install_extra(extra: str) -> str:
+    """Return the advice that installs an optional dependency. No package index has a train-litgpt yet."""
+    return f"run `pip install '.[{extra}]'` in the checkout of train-litgpt"
+
+
 class LoginProblem(LauncherError):
     """Credentials are missing or were rejected."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
 
-from launcher.errors import LauncherError, LoginProblem, NoCredentials, NotInstalled
+from launcher.errors import LauncherError, LoginProblem, NoCredentials, NotInstalled, install_extra
 from litgpt_demo.errors import one_line
 from litgpt_demo.secrets import translating
 
@@ -63,5 +63,5 @@ def google_errors(service: Service, doing: str, *unless: str) -> Iterator[None]:
                 raise service.denied_error(what, fix=fix) from None
             raise service.unavailable_error(what) from None
     except ImportError as error:
-        extra = f'pip install "train-litgpt[{service.extra}]"'
-        raise NotInstalled(f"{doing} needs Google's libraries ({error}): {extra}") from error
+        what = f"{doing} needs Google's libraries, which are not installed ({error})"
+        raise NotInstalled(what, fix=install_extra(service.extra)) from error

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,16 @@ def test_the_skill_is_what_an_assistant_loads() -> None:
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", skill["name"])
     assert len(skill["description"]) <= 1024
     assert len(body.splitlines()) <= 80
+
+
+def test_pages_install_from_the_checkout() -> None:
+    """Nothing is published yet, and somebody else could register the name. The extras that a page names exist."""
+    extras = tomllib.loads(Path("pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    for page in PAGES:
+        installed = " ".join(re.findall(r"pip install ([^`\n]+)", page.read_text("utf-8")))
+        assert not re.search(r"(^|[\s'\"])train-litgpt\b", installed), page
+        for names in re.findall(r"\.\[([\w,]+)\]", installed):
+            assert set(names.split(",")) <= extras.keys(), page
 
 
 def test_page_of_training_has_each_schedule() -> None:

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 from launcher.checks.arithmetic import check_memory, gpu_names
 from launcher.checks.fitness import check_fitness
 from launcher.config import DaskWorkers, RunConfig, ScriptConfig, Workers
-from launcher.errors import LoginProblem, finding_of
+from launcher.errors import LoginProblem, finding_of, install_extra
 from launcher.formatting import bytes_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
@@ -162,7 +162,7 @@ def check_evaluation(evaluation: EvaluationConfig) -> Iterator[Finding]:
     missing = [name for name in ("lm_eval", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         what = f"evaluation needs packages that are not installed: {', '.join(missing)}"
-        yield Finding("error", "evaluation.missing", what, 'pip install "train-litgpt[evaluate]"')
+        yield Finding("error", "evaluation.missing", what, install_extra("evaluate"))
     if evaluation.folder is not None and not evaluation.folder.is_dir():
         what = f"evaluation.task_folder={evaluation.task_folder} is not a folder of this machine"
         yield Finding("error", "evaluation.task_folder", what, "give the folder with the YAML files of your tasks")
@@ -240,7 +240,7 @@ def check_workers(workers: Workers) -> list[Finding]:
         return []
     if importlib.util.find_spec("distributed") is None:
         what = "dataset_workers.kind=dask needs a package that is not installed"
-        fix = 'pip install "train-litgpt[dask]", here and on the cluster; or take threads or processes'
+        fix = f"{install_extra('dask')}, here and on the cluster; or take threads or processes"
         return [Finding("error", "dataset_workers.dask-missing", what, fix)]
     try:
         address = urlsplit(workers.scheduler)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 
 from launcher.config import Choice, Draw, Integer, Space, SweepSettings
-from launcher.errors import ConfigProblem
+from launcher.errors import ConfigProblem, install_extra
 
 if TYPE_CHECKING:
     import optuna
@@ -43,7 +43,7 @@ class Search:
             if sweep.sampler == "grid" and sweep.prune is None and len(sweep.objectives) == 1:
                 return
             what = f"sweep.sampler={sweep.sampler} with sweep.prune={sweep.prune} needs Optuna, which is not installed"
-            raise ConfigProblem(what, fix="pip install 'train-litgpt[sweeps]'") from error
+            raise ConfigProblem(what, fix=install_extra("sweeps")) from error
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         pruners = {
             None: optuna.pruners.NopPruner(),

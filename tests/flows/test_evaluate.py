@@ -27,7 +27,7 @@ from tasks.evaluation import CheckpointScores
 
 TEXTS = [("The first", " of them"), ("She said", " that it was"), ("A house", " and a tree")]
 
-needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason='pip install "train-litgpt[evaluate]"')
+needs_harness = pytest.mark.skipif(find_spec("lm_eval") is None, reason="pip install '.[evaluate]'")
 
 
 def with_task(config: RunConfig, folder: Path, **more: Any) -> RunConfig:
@@ -114,7 +114,7 @@ def test_evaluation_reports_missing_parts_before_it_begins(tiny: Callable[..., R
     }
     assert "task_folder=no is not a folder" in reported["evaluation.task_folder"].what
     if find_spec("lm_eval") is None:
-        assert "train-litgpt[evaluate]" in str(reported["evaluation.missing"].fix)
+        assert ".[evaluate]" in str(reported["evaluation.missing"].fix)
     with pytest.raises(ConfigProblem, match=r"evaluation\.tasks"):
         tiny({"evaluation": {"tasks": []}})
     with pytest.raises(ConfigProblem, match=r"evaluation\.tasks: is required"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import google
-from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable
+from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, NotInstalled, PlatformUnreachable, install_extra
 from launcher.google import google_errors
 from launcher.platforms.kubernetes.cluster import Cluster
 from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesPlatformConfig
@@ -46,8 +46,8 @@ def connect(settings: GkePlatformConfig | KubernetesPlatformConfig) -> Cluster:
         if isinstance(settings, GkePlatformConfig):
             return gke_cluster(settings)[0]
     except ImportError as error:
-        what = f"platform.kind={settings.kind} needs packages that are not here ({error})"
-        raise NotInstalled(what, fix='pip install "train-litgpt[gke]"') from error
+        what = f"platform.kind={settings.kind} needs packages that are not installed ({error})"
+        raise NotInstalled(what, fix=install_extra("gke")) from error
     path, context = settings.kubeconfig, settings.context
     where = f"the cluster of {path or 'the kubeconfig'}"
     if context:
