@@ -35,7 +35,7 @@ from litgpt_demo.config import (
     discriminator,
 )
 
-# A job's name is `<name>-<key>-<attempt>-<nonce>`. Kubernetes takes 63 characters with what JobSet appends: its
+# A job's name is `<name>-<run id>-<attempt>-<nonce>`. Kubernetes takes 63 characters with what JobSet appends: its
 # rendering refuses a name that has too many of these.
 NAME_PATTERN = r"^[a-z]([a-z0-9-]{0,30}[a-z0-9])?$"
 

@@ -60,7 +60,7 @@ class Job:
     """A job: one attempt of a run on a platform, `nodes` machines with `processes` ranks each."""
 
     name: str
-    """The name of the run: `<name>-<key>`. The same inputs have the same name."""
+    """The name of the run: `<name>-<run id>`. The same inputs have the same name."""
     attempt: int
     """The number of the attempt, from 1."""
     nonce: str = PREVIEW

@@ -860,7 +860,7 @@ class InitialWeights(Settings):
     files: dict[str, tuple[int, str]]
     """Name of each file to its bytes and their crc32c. For files of the Hub, until they are fetched, the checksum is
     the one that the Hub lists."""
-    listed_as: str | None = Field(None, exclude_if=lambda key: key is None)
+    listed_as: str | None = Field(None, exclude_if=lambda listed_as: listed_as is None)
     """The content hash of weights that were fetched from the Hub, made of the checksums that it lists."""
     optimizer: bool = False
     """True if the optimizer's state is loaded too."""

@@ -1,6 +1,6 @@
 """The layout of a run's folder, which launcher and nodes share.
 
-runs/<name>-<key>/   config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/config.json
+runs/<name>-<id>/    config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/config.json
                      checkpoints/step-00000100/  profile/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
                      evaluations/<key>.json  evaluations/<key>.log  report.html  manifest.json
 """

@@ -292,7 +292,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
     def with_report(stored: ObjectInfo) -> RunManifest:
         return RunManifest(
             run=run.name,
-            key=run.key,
+            run_id=run.id,
             dataset=run.dataset.path,
             config=dict(made.config),
             software=asdict(identity),

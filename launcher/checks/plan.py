@@ -1,4 +1,4 @@
-"""The plan of a config: steps that are done by their key, steps that would run, what blocks them, and the next job.
+"""The plan of a config: the steps that are done already, the steps that would run, what blocks them, and the next job.
 
 Facts that this machine cannot query are named, and shown as unknown.
 """
@@ -297,7 +297,7 @@ def _inspect(work: Run | Script) -> Inspection:
     findings: list[Finding] = []
     if run is not None and run.dataset.unknown:
         finding = finding_of(Unreachable(run.dataset.unknown), "data.unknown")
-        what = f"the files of the dataset {run.dataset.name}, and with them the run's key, are not known"
+        what = f"the files of the dataset {run.dataset.name}, and with them the run id, are not known"
         findings.append(replace(finding, what=f"{what} (shown as {run.name} and {run.dataset.path}): {finding.what}"))
     storage = replace(work.root, patience=timeouts.INTERACTIVE)
     if storage.local_path() is None:

@@ -37,7 +37,7 @@ class Outcome:
 
     trial: Trial
     run: str
-    """`<name>-<key>`."""
+    """`<name>-<hash>`."""
     validation_loss: float | None = None
     """Of the collected model, in nats per token; None where the trial has none."""
     tokens_per_second: float | None = None

@@ -98,7 +98,7 @@ class Attempts:
 
     index: Index
     run: str
-    """`<name>-<key>`."""
+    """`<name>-<run id>`."""
     open_platform: OpenPlatform = field(default_factory=platform_opener)
 
     def records(self) -> list[AttemptRecord]:
@@ -342,7 +342,7 @@ class Claim:
         return AttemptRecord(
             run=job.name,
             name=self.config.name,
-            key=job.name.rpartition("-")[2],
+            run_id=job.name.rpartition("-")[2],
             attempt=number,
             nonce=job.nonce,
             sweep=self.config.launch.sweep,
@@ -399,7 +399,7 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
     spec = read_document(open_storage(config.root).within(f"runs/{record.run}")).training
     name = spec.dataset.rpartition("/")[2].removesuffix(f"-{spec.dataset_key}")
     dataset = PlannedDataset(data=config.data, sources=(), tokenizer=None, name=name, key=spec.dataset_key)
-    return Run(config=config, dataset=dataset, key=record.key, origin=spec.origin)
+    return Run(config=config, dataset=dataset, id=record.run_id, origin=spec.origin)
 
 
 def _started_by(config: RunConfig | ScriptConfig, flow_run: str | None) -> AttemptRecord | None:

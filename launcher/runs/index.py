@@ -76,10 +76,10 @@ class AttemptRecord(Settings):
 
     format: Literal[1] = 1
     run: str
-    """`<name>-<key>`."""
+    """`<name>-<run id>`."""
     name: str
     """The config's name."""
-    key: str
+    run_id: str
     attempt: int
     nonce: str = Field(pattern="^[0-9a-f]{6}$")
     """A random part of the job's name on its platform, so that a deleted index never leads to the same name again."""

@@ -32,22 +32,22 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.origins import find_initial_weights
 
 FORMAT = 1
-"""Part of every run's key: raise it when the same settings mean another training."""
+"""Part of every run id: raise it when the same settings mean another training."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training with a known run id (`key`); it does not need to exist yet."""
+    """A training with a known run id; it does not need to exist yet."""
 
     config: RunConfig
     dataset: PlannedDataset
-    key: str
+    id: str
     origin: InitialWeights | None = None
     """The weights that it starts from; None for random ones."""
 
     @property
     def name(self) -> str:
-        return f"{self.config.name}-{self.key}"
+        return f"{self.config.name}-{self.id}"
 
     @property
     def root(self) -> Storage:
@@ -112,8 +112,8 @@ def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | 
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
     if origin is not None:
         model["origin"] = origin.content_hash
-    key = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.key, model, dict(train))
-    return Run(config=config, dataset=dataset, key=key, origin=origin)
+    run_id = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.key, model, dict(train))
+    return Run(config=config, dataset=dataset, id=run_id, origin=origin)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
@@ -213,7 +213,7 @@ class RunManifest(Settings):
     """A finished run: trained, collected, reported. It is written last into the run's folder."""
 
     run: str
-    key: str
+    run_id: str
     dataset: str
     """Below the root."""
     config: JsonValue

@@ -50,7 +50,7 @@ def test_model_is_scored_once_by_a_task_of_the_user(
 ) -> None:
     """The scores are the model's log likelihoods."""
     config, storage = with_task(trained.config, tmp_path), plan_run(trained.config).storage
-    assert plan_run(config).key == plan_run(trained.config).key
+    assert plan_run(config).id == plan_run(trained.config).id
     assert [row["step"] for row in plan_of(config).steps][-1] == "evaluation"
     done = run_again(config)
     [made] = evaluations(storage, done.final.step)

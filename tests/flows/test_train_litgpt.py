@@ -164,7 +164,7 @@ def test_nodes_get_the_address_of_initial_weights_under_the_root(
     run = plan_run(continued())
     origin, shown = run.origin, read_spec(run.storage.within("attempts/1")).origin
     assert (origin.name, shown.address) == (folder, run.root.address(f"weights/{origin.content_hash}"))
-    assert run.key != plan_run(trained.config).key
+    assert run.id != plan_run(trained.config).id
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}
     findings = " ".join(finding.what for finding in plan_of(continued(**wrong)).findings)
     assert "data.tokenizer will be trained on the corpus, but the weights of model.init_from know" in findings

@@ -21,7 +21,7 @@ def attempt(
 ) -> AttemptTimes:  # fmt: skip
     """One whose machine was found, whose container and node began and ended, all in seconds since DAY."""
     record = AttemptRecord(
-        run="gpt-0f1e2d3c4b", name="gpt", key="0f1e2d3c4b", attempt=number, nonce="0a1b2c", config={},
+        run="gpt-0f1e2d3c4b", name="gpt", run_id="0f1e2d3c4b", attempt=number, nonce="0a1b2c", config={},
         platform={"nodes": 2}, job_id=JobId(f"gpt-{number}"),
         directory=f"/r/runs/gpt-0f1e2d3c4b/attempts/{number}", flow_run="flow",
         user="ada", host="desk", machine="m", created=DAY + created,

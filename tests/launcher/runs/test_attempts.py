@@ -216,7 +216,7 @@ def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) 
 
 
 def settle(claim: Claim, if_running: str = "refuse", sweep: str | None = None) -> DamagedRecords:
-    """As the pipeline does before it starts anything, for another key of the same name."""
+    """As the pipeline does before it starts anything, for another run id of the same name."""
     launch = {"launch": LaunchSettings.model_validate({"if_running": if_running, "sweep": sweep})}
     return resolve_name_conflicts(
         claim.config.model_copy(update=launch), run="gpt-9999999999", open_platform=claim.attempts.open_platform

@@ -31,9 +31,9 @@ ENDED = JobStatus(state=JobState.FAILED, native="node 1 ended with 43")
 
 
 def record(run: str = RUN, attempt: int = 1, *, user: str = "ada", created: float = 1.0) -> AttemptRecord:
-    name, _, key = run.rpartition("-")
+    name, _, run_id = run.rpartition("-")
     return AttemptRecord(
-        run=run, name=name, key=key, attempt=attempt, nonce="0a1b2c", config={}, platform={"kind": "local"},
+        run=run, name=name, run_id=run_id, attempt=attempt, nonce="0a1b2c", config={}, platform={"kind": "local"},
         job_id=JobId(f"{run}-{attempt}"), directory=f"runs/{run}/attempts/{attempt}", user=user, host="laptop",
         machine=this_machine(), created=created,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The key of a run, the job that is made of it, the trials of a sweep, and which was the best."""
+"""Run ids, the jobs of runs, the trials of a sweep, and which was the best."""
 
 import math
 from pathlib import Path
@@ -33,7 +33,7 @@ def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\
     return run_of(config, plan_dataset(config.data))
 
 
-def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) -> None:
+def test_run_id_does_not_depend_on_root_or_platform(tmp_path: Path) -> None:
     elsewhere = {
         "root": "gs://bucket/prefix",
         "name": "another",
@@ -45,8 +45,8 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
         "train.wandb": {"project": "pages"},
         "train.profiler": {"steps": "20-25", "ranks": [0, 3]},
     }
-    assert run(tmp_path, elsewhere).key == run(tmp_path).key
-    assert run(tmp_path / "there").key == run(tmp_path).key
+    assert run(tmp_path, elsewhere).id == run(tmp_path).id
+    assert run(tmp_path / "there").id == run(tmp_path).id
 
 
 @pytest.mark.parametrize(
@@ -63,8 +63,8 @@ def test_the_key_does_not_depend_on_where_and_how_a_run_is_made(tmp_path: Path) 
     ids=str,
 )
 def test_run_id_depends_on_dataset_model_and_training(tmp_path: Path, overrides: dict[str, Any]) -> None:
-    assert run(tmp_path, overrides).key != run(tmp_path).key
-    assert run(tmp_path, text="one\nfour\n").key != run(tmp_path).key
+    assert run(tmp_path, overrides).id != run(tmp_path).id
+    assert run(tmp_path, text="one\nfour\n").id != run(tmp_path).id
 
 
 def test_same_script_arguments_and_environment_are_one_job(tmp_path: Path) -> None:

@@ -120,10 +120,10 @@ def continued(sweep: SweepConfig, *, most: int = 100) -> list[Mapping[str, Any]]
         search.tell(number, [1.0])
         run = f"{sweep.name}-{number:010x}"
         record = AttemptRecord(
-            run=run, name=sweep.name, key=f"{number:010x}", attempt=1, nonce="0a1b2c", sweep=trial.config.launch.sweep,
-            config=trial.config.model_dump(mode="json"), platform={}, job_id=JobId("job"),
-            directory=str(Path(sweep.root, "runs", run, "attempts", "1")), user="me", host="here", machine="m",
-            created=time.time(),
+            run=run, name=sweep.name, run_id=f"{number:010x}", attempt=1, nonce="0a1b2c",
+            sweep=trial.config.launch.sweep, config=trial.config.model_dump(mode="json"), platform={},
+            job_id=JobId("job"), directory=str(Path(sweep.root, "runs", run, "attempts", "1")), user="me", host="here",
+            machine="m", created=time.time(),
         )  # fmt: skip
         assert index.create(record)
         begun.append(trial.changes)

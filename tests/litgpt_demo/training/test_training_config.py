@@ -1,4 +1,4 @@
-"""What a user writes: what is accepted, what is refused and in which words, and what decides a key."""
+"""What a user writes: what is accepted, what is refused and in which words, and what decides a content hash."""
 
 import math
 import re
@@ -95,7 +95,7 @@ def test_steps_cover_max_tokens_or_all_data_once(tokens: int, batch: int, length
 
 
 def test_content_hash_is_the_same_in_every_version() -> None:
-    # Written down: a key that drifts orphans every dataset and run that exists.
+    # Written down: a hash that drifts orphans every dataset and run that exists.
     assert content_hash(1, {"a": [1, "ü"], "b": None}) == "97c1fb1a05"
 
 
