@@ -34,7 +34,7 @@ from launcher.runs.waiting import pause
 from litgpt_demo import timeouts
 from litgpt_demo.config import DataConfig
 from litgpt_demo.data.dataset import PlannedDataset, plan_dataset
-from litgpt_demo.errors import TrainLitgptError
+from litgpt_demo.errors import TrainLitgptError, failure_text
 from litgpt_demo.export import finished
 from litgpt_demo.export.evaluation import found_scores
 from litgpt_demo.metrics import Row
@@ -215,7 +215,7 @@ class _Sweep:
                 emit(Note(what=f"validation loss {final.validation_loss:.4f}", ends=True))
             except Exception as error:
                 await asyncio.to_thread(self._watch.check)
-                ended = str(error) if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
+                ended = failure_text(error)
                 if run.name in self._prune_tasks:
                     await self._prune_tasks[run.name]
                     ended = (await asyncio.to_thread(self.storage.read, f"pruned/{run.name}")).decode()

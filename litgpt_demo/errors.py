@@ -167,6 +167,11 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(redacted(str(error)).split()).rstrip(".")
 
 
+def failure_text(error: BaseException) -> str:
+    """Return why work ended: a known failure's message with its fix, or any other exception as `Name: message`."""
+    return str(error) if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
+
+
 _KINDS = {
     FailureClass.OUT_OF_MEMORY: "MemoryError OutOfMemoryError",
     FailureClass.NETWORK: "DistNetworkError DistStoreError BrokenPipeError ConnectionError ConnectionRefusedError "
@@ -223,7 +228,7 @@ def fault_of_exception(error: BaseException | str) -> FailureClass:
     """
     if isinstance(error, TrainLitgptError):
         return error.fault
-    text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    text = error if isinstance(error, str) else failure_text(error)
     name = re.match(r"(?:\w+\.)*(\w+)(?::|\s*$)", text)
     if name and name[1] in _BY_NAME:
         return _BY_NAME[name[1]]

@@ -31,7 +31,7 @@ from launcher.runs.index import Index
 from launcher.runs.run import Run, RunManifest, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
-from litgpt_demo.errors import DataError, TrainLitgptError, one_line
+from litgpt_demo.errors import DataError, failure_text, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.metrics import NUMBERS, damaged_lines
@@ -212,8 +212,7 @@ class LiveReport:
         self._updates.cancel()
         await asyncio.gather(self._updates, return_exceptions=True)
         if isinstance(error, Exception):
-            why = error.what if isinstance(error, TrainLitgptError) else f"{type(error).__name__}: {error}"
-            if await self._write(live=False, ended=one_line(why.partition("\n")[0])):
+            if await self._write(live=False, ended=one_line(failure_text(error).partition("\n")[0])):
                 emit(Note(what=f"report: {self._run.storage.address(REPORT)}"))
 
     def follow(self, row: Mapping[str, Any]) -> None:

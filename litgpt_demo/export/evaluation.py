@@ -20,7 +20,7 @@ from pydantic import FiniteFloat
 
 from litgpt_demo.config import EvaluationConfig, Settings, content_hash
 from litgpt_demo.documents import FileRecord, fetch_verified, parse_json, with_checksum, write_manifest
-from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, fault_of_exception, one_line
+from litgpt_demo.errors import TrainLitgptError, Unreachable, UserError, failure_text, fault_of_exception, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.card import CARD
 from litgpt_demo.parent import follow_parent, report_progress
@@ -242,10 +242,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         evaluate(open_storage(argv[0]), EvaluationConfig.model_validate_json(lines.get()), *map(int, argv[1:]))
     except Exception as error:
-        known = isinstance(error, TrainLitgptError)
-        if not known or error.__cause__:
+        if not isinstance(error, TrainLitgptError) or error.__cause__:
             traceback.print_exc()
-        print(one_line(error) if known else f"{type(error).__name__}: {one_line(error)}", flush=True)
+        print(one_line(failure_text(error)), flush=True)
         return fault_of_exception(error).exit_code
     return 0
 

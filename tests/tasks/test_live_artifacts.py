@@ -65,7 +65,8 @@ def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.
     ("error", "outcome"),
     [
         (JobFailed("out of memory on node 0\nits traceback"), "Stopped at step 1 of 8: out of memory on node 0"),
-        (JobCancelled("it was cancelled"), "Stopped at step 1 of 8: it was cancelled"),
+        (JobCancelled("it was stopped", fix="run it again"), "Stopped at step 1 of 8: it was stopped; run it again"),
+        (ValueError("no such size"), "Stopped at step 1 of 8: ValueError: no such size"),
         (asyncio.CancelledError(), "Training at step 1 of 8"),
     ],
 )
