@@ -336,7 +336,9 @@ class _ShutdownHandler:
             is_cancelled = self._cancel(jobs)
         else:
             first, *more = farewell(self._tracker, again=shlex.join([*program(), *sys.argv[1:]]))
-            word = {True: "terminated", False: "interrupted"}[terminated]
+            word = "interrupted"
+            if terminated:
+                word = "terminated"
             self._say(f"\n[yellow]{word}:[/] {escape(first)}", *map(escape, more))
             if terminated and Step.IMAGE in self._tracker.steps:
                 wait([self._result], timeout=_SUBMISSION)  # it cancels a remote build

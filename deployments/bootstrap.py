@@ -42,7 +42,6 @@ AUTOMATIONS_FILE = CHECKOUT / "deployments" / "automations.yaml"
 CONFIGS = CHECKOUT / "deployments" / "configs"
 POOL = "litgpt-local"
 
-_FOUND = {True: "there", False: "started"}
 _STARTUP = 180.0  # seconds: a fresh database is migrated first, which takes 15 s on two idle cores
 _GRACE = 20.0  # seconds between SIGTERM and SIGKILL: a Prefect server takes 3 to end
 
@@ -74,14 +73,14 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
             what = f"Prefect's server does not answer at {api} after {_STARTUP:.0f} s"
             raise ConfigProblem(what, fix=f"read {log}, and run `train-litgpt stop` before the next try")
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
-    _report("server", _FOUND[is_served], ui)
+    _report("server", "there" if is_served else "started", ui)
     require_server()
     _deploy()
     is_working = serving.live("worker") is not None
     if not is_working:
         arguments = ("worker", "start", "--pool", POOL, "--name", socket.gethostname())
         _start("worker", [*PYTHON, "-m", "prefect", "--no-prompt", *arguments])
-    _report("worker", _FOUND[is_working], f"on {socket.gethostname()}")
+    _report("worker", "there" if is_working else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date(notify))
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
     shown = secret if sys.stdout.isatty() else f"{AUTH} in {file}"

@@ -57,8 +57,7 @@ def sum_over_ranks(mine: float) -> float:
 
 def line(pi: float, *, ranks: int, nodes: int) -> str:
     """The result that is printed at the end."""
-    plural = {True: "", False: "s"}
-    where = f"{ranks} rank{plural[ranks == 1]} on {nodes} node{plural[nodes == 1]}"
+    where = f"{ranks} rank{'' if ranks == 1 else 's'} on {nodes} node{'' if nodes == 1 else 's'}"
     return f"pi = {pi:.14f}, error {abs(pi - math.pi):.0e}, {where}"
 
 
