@@ -62,7 +62,7 @@ def bounded(schema: Any) -> Any:
 
 def _writable(value: JsonValue) -> JsonValue:
     if isinstance(value, int) and value not in INTEGERS:
-        raise ValueError(f"an integer is too large; give one from {INTEGERS[0]} to {INTEGERS[-1]}")
+        raise ValueError(f"an integer is out of range; give one from {INTEGERS[0]} to {INTEGERS[-1]}")
     parts: Iterable[JsonValue] = ()
     if isinstance(value, dict):
         parts = value.values()
@@ -191,23 +191,23 @@ class StdlibCorpus(_Corpus, title="Python standard library"):
 
     kind: Literal["stdlib"] = discriminator("stdlib")
     max_bytes: PositiveCount | None = None
-    """Stop after the document that reaches this many bytes of text; empty takes all of it (tens of MB)."""
+    """Stop after the document that reaches this many bytes of text. Empty takes all of it (tens of MB)."""
 
 
 class FileCorpus(_Corpus, title="Files"):
-    """Files of text, JSON lines or parquet; plain or compressed; on this machine or in a bucket."""
+    """Files of text, JSON lines or parquet, plain or compressed, on this machine or in a bucket."""
 
     kind: Literal["files"] = discriminator("files")
     paths: tuple[PathOrUri, ...] = Field(min_length=1)
     """Files, folders or patterns: `data/*.parquet`, `gs://bucket/texts/**/*.jsonl.zst`. Their order does not matter."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` goes by the file name: .parquet, .jsonl, .ndjson or .json (an object a line), anything else is text."""
+    """`auto` decides by the file name: .parquet, .jsonl, .ndjson or .json (an object a line). All others are text."""
     column: str = "text"
     """Field of a JSON line or column of a parquet file that holds the document."""
     separator: str | None = Field(None, min_length=1)
     """The separator of two documents in text files. Empty takes each file as one document."""
     max_bytes: PositiveCount | None = None
-    """Stop after the document that reaches this many bytes of text; empty takes everything."""
+    """Stop after the document that reaches this many bytes of text. Empty takes everything."""
 
     @property
     def label(self) -> str:
@@ -225,13 +225,13 @@ class HubCorpus(_Corpus, title="Hugging Face dataset"):
     revision: str = "main"
     """Branch, tag or commit. The dataset's content hash depends on the files, not on this name."""
     files: str = "**/*.parquet"
-    """Pattern of the files to take."""
+    """Pattern of the files to take. The default takes all parquet files."""
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """`auto` goes by the file name: .parquet, .jsonl, .ndjson or .json (an object a line), anything else is text."""
+    """`auto` decides by the file name: .parquet, .jsonl, .ndjson or .json (an object a line). All others are text."""
     column: str = "text"
     """Column or JSON field that holds the document."""
     max_bytes: PositiveCount | None = None
-    """Stop after the document that reaches this many bytes of text; empty takes everything."""
+    """Stop after the document that reaches this many bytes of text. Empty takes everything."""
 
     @property
     def label(self) -> str:
@@ -248,7 +248,7 @@ class OpenWebTextCorpus(_Corpus, title="OpenWebText"):
 
 
 class TokensCorpus(_Corpus, title="Token ids"):
-    """Files of token ids, as nanoGPT and LitGPT make them: train.bin and val.bin. They are read where they lie."""
+    """Files of token ids, as nanoGPT makes them: train.bin and val.bin. They are read in place."""
 
     kind: Literal["tokens"] = discriminator("tokens")
     is_tokenized: ClassVar[bool] = True
@@ -256,12 +256,12 @@ class TokensCorpus(_Corpus, title="Token ids"):
     path: PathOrUri = Field(min_length=1)
     """The folder of the files, on this machine or in a bucket."""
     train: Annotated[str, AfterValidator(posixpath.normpath)] = Field("train*.bin", min_length=1)
-    """Pattern of the training split's files in that folder; several are read as one, by name: train_2.bin before
-    train_10.bin."""
+    """Pattern of the training split's files in that folder. Several are read as one, in the order of their numbers:
+    train_2.bin before train_10.bin."""
     validation: Annotated[str, AfterValidator(posixpath.normpath)] = Field("val*.bin", min_length=1)
     """Pattern of the validation split's files."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """The type of an id, little-endian; empty is uint16 for a tokenizer of up to 65,536 ids, and uint32 for others."""
+    """The type of an id, little-endian. Empty is uint16 for a tokenizer of up to 65,536 ids, and uint32 for others."""
 
     @property
     def label(self) -> str:
@@ -289,9 +289,9 @@ class TokenizerFile(Settings, title="tokenizer.json"):
 
     kind: Literal["file"] = discriminator("file")
     path: PathOrUri
-    """The path of the file; a `tokenizer_config.json` next to it names its end-of-text token."""
+    """The path of the file. A `tokenizer_config.json` next to it can name its end-of-text token."""
     end_of_text: str | None = None
-    """The token that closes a document, where no tokenizer_config.json names it."""
+    """The token that closes a document. Empty takes the one that tokenizer_config.json names, or `<|endoftext|>`."""
 
 
 class LitgptTokenizer(Settings, title="LitGPT checkpoint"):
@@ -319,13 +319,13 @@ class Filters(Settings, title="Filters"):
     """Filters of documents. The dataset's manifest counts what each filter dropped."""
 
     min_characters: PositiveCount | None = None
-    """Shorter documents are left out; empty ones always are."""
+    """Documents with fewer characters are left out. Without this setting, only documents without text are."""
     max_characters: PositiveCount | None = None
-    """Longer documents are left out."""
+    """Documents with more characters are left out. Empty sets no limit."""
     min_letter_ratio: float | None = Field(None, gt=0, le=1)
-    """Least share of letters, of any script, among a document's characters other than white space; prose has 0.8."""
+    """Least share of letters, of any script, among a document's characters other than white space. Prose has 0.8."""
     drop_duplicates: bool = False
-    """Keep only the first of documents with the very same text."""
+    """Keep only the first of several documents with exactly the same text."""
 
     @model_validator(mode="after")
     def _leave_something(self) -> Self:
@@ -358,13 +358,13 @@ class MixtureSource(Settings, title="Source"):
     corpus: Corpus
     """The source of the text."""
     weight: Weight
-    """Its share of the samples is this over the sum of all weights, rounded to thousandths."""
+    """The source's share of the samples is this divided by the sum of all weights, rounded to thousandths."""
     name: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")
-    """Its name in metrics and reports; empty is that of its dataset."""
+    """Its name in metrics and reports. Empty is the name of its dataset."""
     filters: Filters | None = None
-    """Filters of its documents; empty is `data.filters`."""
+    """Filters of its documents. Empty is `data.filters`."""
     validation_fraction: float | None = Field(None, gt=0, lt=1)
-    """Share of its documents kept for validation; empty is `data.validation_fraction`."""
+    """Share of its documents kept for validation. Empty is `data.validation_fraction`."""
 
     @property
     def label(self) -> str:
@@ -372,12 +372,12 @@ class MixtureSource(Settings, title="Source"):
 
 
 class MixtureStage(Settings, title="Stage"):
-    """Other weights from some point of the run on, as at its end, where it anneals on the best text."""
+    """Other weights from some point of the run on, for example to anneal on the best text at its end."""
 
     after: float = Field(gt=0, lt=1)
-    """The share of the run's tokens after which these weights hold."""
+    """The share of the run after which these weights hold, between 0 and 1."""
     weights: tuple[Weight, ...]
-    """A weight for each source, in their order; 0 leaves one out."""
+    """A weight for each source of `data.mixture`, in the same order. 0 leaves a source out."""
 
 
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -390,29 +390,29 @@ class DataConfig(Settings, title="Data"):
     """The dataset: its text, its tokenizer, and its split."""
 
     corpus: Annotated[Corpus, BeforeValidator(lambda value: _STDLIB if value is None else value)] = _STDLIB
-    """The source of the text; null means the default, so an override can remove the corpus of a config."""
+    """The source of the text. null means the default, so an override can remove the corpus of a config."""
     tokenizer: Tokenizer = TrainedTokenizer(kind="train", vocab_size=4096, sample_bytes=8_000_000)
     """The tokenizer that turns the text into tokens."""
     filters: Filters = Filters()
     """The documents that are left out."""
     on_bad_document: Literal["fail", "skip"] = "fail"
-    """A document that is null, too long, not UTF-8 or no JSON: stop there, or leave it out and note its place in the
-    manifest."""
+    """The response to a document that is null, too long, not UTF-8 or not JSON. `fail` stops there. `skip` leaves it
+    out and records its place in the manifest."""
     max_document_bytes: PositiveCount = MAX_DOCUMENT_BYTES
-    """A document of more bytes is too long. A book has 1 MB, all of enwik9 1 GB; without a limit, one small compressed
-    file could take all memory."""
+    """A document of more bytes is too long. A book has 1 MB. Without a limit, one small compressed file could take all
+    memory."""
     validation_fraction: float = Field(0.0005, gt=0, lt=1)
-    """Share of the documents kept for validation; 0.0005 is OpenWebText's customary split."""
+    """Share of the documents kept for validation. The default is OpenWebText's customary split."""
     split_seed: int = Field(2357, ge=0)
     """Seed of the permutation that picks the validation documents."""
     max_file_bytes: PositiveCount = 32_000_000_000
-    """A larger split becomes files of this size, and a smaller last one: train-00000.bin and so on. A document may
-    begin in one file and end in the next. OpenWebText's 18 GB stay one file."""
+    """The most bytes of a token file. A larger split becomes several: train-00000.bin and so on. A document may begin
+    in one file and end in the next. With the default, OpenWebText's 18 GB are one file."""
 
     mixture: tuple[MixtureSource, ...] = Field((), max_length=32, exclude_if=lambda sources: not sources)
-    """Several sources instead of `corpus`, and the weight of each."""
+    """Several sources instead of `corpus`, each with a weight. Empty trains on `corpus`."""
     stages: tuple[MixtureStage, ...] = Field((), exclude_if=lambda stages: not stages)
-    """Other weights of the mixture for later parts of the run."""
+    """Other weights of the mixture for later parts of the run. Empty keeps the first weights."""
 
     @property
     def label(self) -> str:
@@ -439,7 +439,7 @@ class DataConfig(Settings, title="Data"):
     def _tokenizer_exists(self) -> Self:
         if not isinstance(self.tokenizer, TrainedTokenizer):
             return self
-        fix = "name it, as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
+        fix = "set one, such as {kind: hub, name: openai-community/gpt2} or {kind: file, path: …}"
         if self.corpus.is_tokenized:
             raise ValueError(f"data.tokenizer: token ids need the tokenizer that made them; {fix}")
         if self.mixture:
@@ -449,28 +449,30 @@ class DataConfig(Settings, title="Data"):
     @model_validator(mode="after")
     def _filters_have_text(self) -> Self:
         if self.corpus.is_tokenized and self.filters != Filters():
-            raise ValueError("data.filters drop documents of text, and data.corpus.kind=tokens has none; leave it")
+            raise ValueError("data.filters drop documents of text, but data.corpus.kind=tokens has none; remove it")
         return self
 
     @model_validator(mode="after")
     def _corpus_or_mixture(self) -> Self:
         if self.mixture and self.corpus != type(self).model_fields["corpus"].default:
             problem = "data.corpus and data.mixture are both given"
-            raise ValueError(f"{problem}; make the corpus a source of the mixture, and data.corpus=null")
+            raise ValueError(f"{problem}; make the corpus a source of the mixture, and set data.corpus=null")
         return self
 
     @model_validator(mode="after")
     def _stages_are_sorted(self) -> Self:
         starts = [stage.after for stage in self.stages]
-        if starts and (not self.mixture or starts != sorted(set(starts))):
-            raise ValueError(f"data.stages begin after {starts} of a run; they need data.mixture, and their order")
+        if starts and not self.mixture:
+            raise ValueError("data.stages need data.mixture, but that is empty; set it, or remove the stages")
+        if starts != sorted(set(starts)):
+            raise ValueError(f"data.stages begin after {starts} of the run; sort them, and let no two be equal")
         return self
 
     @model_validator(mode="after")
     def _sources_have_names(self) -> Self:
         names = [source.label for source in self.mixture]
         if len(names) > len(set(names)):
-            raise ValueError(f"data.mixture has two sources of one name ({', '.join(names)}); give each a `name`")
+            raise ValueError(f"data.mixture has two sources with one name ({', '.join(names)}); give each a `name`")
         return self
 
     @model_validator(mode="after")
@@ -481,7 +483,7 @@ class DataConfig(Settings, title="Data"):
         first = tuple(source.weight for source in self.mixture)
         for weights in (first, *(stage.weights for stage in self.stages)):
             if len(weights) != len(names) or not any(weights):
-                fix = f"give one for each of {', '.join(names)}, and not 0 to all"
+                fix = f"give one for each of {', '.join(names)}, at least one of them above 0"
                 raise ValueError(f"data.mixture has weights {weights}; {fix}")
             for name, weight, count in zip(names, weights, largest_remainder(weights), strict=True):
                 if weight and not count:
@@ -499,11 +501,11 @@ class ModelConfig(Settings, title="Model"):
     """Any LitGPT model by name, or one made of LitGPT's own config fields, or a named one with fields changed."""
 
     name: str | None = "pythia-14m"
-    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b, -175b; empty: only `config`."""
+    """A model of LitGPT's catalogue (pythia-160m, Llama-3.2-1B, …), transformer-100b or -175b. Empty uses `config`."""
     config: dict[str, FreeValue] = Field({}, json_schema_extra={"default": {}})
-    """LitGPT Config fields, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the data's."""
+    """Fields of LitGPT's Config, as {"n_layer": 4, "n_embd": 256}. Without a name the vocabulary is the tokenizer's."""
     sequence_length: Count = Field(512, gt=0)
-    """Tokens per training sample; at most the model's block_size."""
+    """Tokens per training sample, at most the model's block_size."""
     init_from: PathOrUri | None = Field(None, exclude_if=lambda weights: weights is None)
     """Weights to start from: a run by its name, a checkpoint's folder, a LitGPT or Hugging Face folder, or the Hub's
     `owner/name`. Empty starts from random ones."""
@@ -530,32 +532,32 @@ UnitInterval = Annotated[float, Field(ge=0, lt=1)]
 def _is_a_name(secret: str | None) -> str | None:
     if secret is not None and not re.fullmatch(r"[A-Z_][A-Z0-9_]{0,63}", secret):
         raise ValueError(  # without what was given: it may be the key
-            "train.wandb.secret is not a name in capitals; put the key into an environment variable, "
-            "and name that here, as WANDB_API_KEY"
+            "train.wandb.secret is not the name of a variable in capitals; put the key into an environment variable, "
+            "and give its name here, such as WANDB_API_KEY"
         )
     return secret
 
 
 class WandbConfig(Settings, title="Weights & Biases", hide_input_in_errors=True):
-    """The Weights & Biases project for the training. The key is never written here: a secret goes by its name."""
+    """The Weights & Biases project for the training. `secret` is the name of a variable, never the key itself."""
 
     project: str = Field(min_length=1)
     """The name of the project."""
     entity: str | None = None
-    """User or team; empty is the key's own."""
+    """User or team. Empty is the key's own."""
     secret: Annotated[str | None, AfterValidator(_is_a_name)] = "WANDB_API_KEY"
-    """Name of the environment variable that holds the key where the run is submitted; empty keeps records offline."""
+    """Name of the environment variable that holds the key where the run is submitted. Empty keeps records offline."""
 
 
 class ProfilerConfig(Settings, title="Profiler"):
-    """The steps that torch's profiler records, into the run's `profile/`; they are slower meanwhile."""
+    """The steps that torch's profiler records, into the run's `profile/`. Recorded steps are slower."""
 
     steps: Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, int) else value)] = Field(
         "20-25", pattern=r"^[1-9][0-9]{0,8}(-[1-9][0-9]{0,8})?$"
     )
     """The first and the last step, numbered as in the metrics: 20-25."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = Field((0,), min_length=1)
-    """The ranks that record; each writes a trace of its own."""
+    """The ranks that record. Each writes its own trace."""
 
     @property
     def numbers(self) -> range:
@@ -565,7 +567,7 @@ class ProfilerConfig(Settings, title="Profiler"):
     @model_validator(mode="after")
     def _is_short(self) -> Self:
         if not 1 <= len(self.numbers) <= 100:
-            raise ValueError(f"train.profiler.steps={self.steps} are not 1 to 100 steps, the first before the last")
+            raise ValueError(f"train.profiler.steps={self.steps} must be 1 to 100 steps, first-last, such as 20-25")
         return self
 
 
@@ -573,15 +575,15 @@ class RestartRule(Settings, title="New attempts"):
     """The new attempts that one class of failures may have. A number sets only `attempts`."""
 
     attempts: Count | None = Field(None, ge=0)
-    """New attempts; empty is `max_restarts`."""
+    """The number of new attempts. Empty is `train.max_restarts`."""
     wait: Seconds = Field(5.0, ge=0, le=86_400)
     """Seconds before the next attempt, doubled after each attempt in a row that committed no new checkpoint."""
     reset_on_progress: bool = False
-    """True if a new checkpoint resets the count; an attempt that committed one is not counted."""
+    """True if a new checkpoint resets the count. An attempt that committed one is not counted."""
 
 
 class RestartSettings(Settings, title="Restarts"):
-    """The new attempts after a failed one. Each class has a count of its own; a user error always stops."""
+    """The new attempts after a failed one. Each class has its own count. A user error always stops the run."""
 
     node_fault: RestartRule = RestartRule(reset_on_progress=True)
     """A machine, or a process on it, died."""
@@ -592,7 +594,7 @@ class RestartSettings(Settings, title="Restarts"):
     hang: RestartRule = RestartRule()
     """A rank sent no heartbeat."""
     out_of_memory: RestartRule = RestartRule(attempts=0)
-    """A GPU or a machine had too little memory; the next attempt has as little."""
+    """A GPU or a machine had too little memory. The next attempt would have as little."""
     disk_full: RestartRule = RestartRule(attempts=0)
     """A disk is full."""
     data_error: RestartRule = RestartRule(attempts=0)
@@ -600,9 +602,9 @@ class RestartSettings(Settings, title="Restarts"):
     unknown: RestartRule = RestartRule(attempts=0)
     """An unknown exit code: a crash in native code, or a bug."""
     longest_wait: float = Field(600.0, ge=0, le=86_400)
-    """Seconds that no wait exceeds."""
+    """The longest wait before an attempt, in seconds."""
     exclude_machine_after: Count = Field(2, ge=0)
-    """The number of attempts that must blame a machine before the next ones avoid it, where the platform can; 0 avoids
+    """The number of attempts that must blame a machine before the next ones avoid it, where the platform can. 0 avoids
     none."""
 
     @model_validator(mode="before")
@@ -652,9 +654,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     global_batch: ShapesModel[Count] = Field(512, gt=0)
     """Sequences per optimizer step, summed over every process of the job."""
     micro_batch: TunesRun[Count] = Field(8, gt=0)
-    """Sequences per forward pass of one process; the rest of its share is accumulated."""
+    """Sequences per forward pass of one process. It accumulates gradients over its share of `global_batch`."""
     max_steps: ShapesModel[PositiveCount | None] = None
-    """Optimizer steps to train for. Give this or max_tokens; with neither, one pass over the data."""
+    """Optimizer steps to train for. Give this or `max_tokens`. Without both, the run is one pass over the data."""
     max_tokens: ShapesModel[PositiveCount | None] = None
     """Tokens to train for, rounded up to whole steps."""
     max_time: TunesRun[Duration | None] = None
@@ -663,28 +665,28 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     learning_rate: ShapesModel[float] = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
     min_learning_rate: ShapesModel[float | None] = Field(None, ge=0)
-    """The learning rate of the last step, if the schedule falls; empty is a tenth of the highest."""
+    """The learning rate of the last step, if the schedule falls. Empty is a tenth of the highest."""
     schedule: ShapesModel[ScheduleName] = Field(
         "cosine",
         description="The learning rate after the warm-up: "
-        + "; ".join(f"with `{name}` it {schedule.help}" for name, schedule in SCHEDULES.items())
+        + ", ".join(f"with `{name}` it {schedule.help}" for name, schedule in SCHEDULES.items())
         + ".",
     )
     warmup_steps: ShapesModel[Steps] = 100
-    """Steps in which the learning rate rises in a straight line; below 1 a share of the run."""
+    """Steps in which the learning rate rises in a straight line. A number below 1 is a share of the run."""
     decay_steps: ShapesModel[Steps] = Field(0.2, gt=0)
-    """With schedule=wsd, the last steps, in which the learning rate falls; below 1 a share of the run."""
+    """With schedule=wsd, the last steps, in which the learning rate falls. A number below 1 is a share of the run."""
     weight_decay: ShapesModel[float] = Field(0.1, ge=0)
-    """The optimizer's decay of matrices; biases and norms do not decay."""
+    """The optimizer's decay of matrices. Biases and norms do not decay."""
     betas: ShapesModel[tuple[UnitInterval, UnitInterval]] = (0.9, 0.95)
-    """AdamW's averaging factors."""
+    """AdamW's two averaging factors, of gradients and of their squares, each from 0 to below 1."""
     clip_norm: ShapesModel[float | None] = Field(1.0, gt=0)
-    """Gradients are scaled down to this norm; empty leaves them."""
+    """Gradients with a larger norm are scaled down to this one. Empty does not clip."""
     precision: ShapesModel[Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]] = "bf16-mixed"
-    """Lightning Fabric's precision."""
+    """Lightning Fabric's precision. `-mixed` computes in 16 bits with weights of 32. `-true` has one type for both."""
     strategy: TunesRun[Literal["auto", "ddp", "fsdp", "hybrid"]] = "auto"
     """`ddp` copies weights and optimizer to each process, `fsdp` shards them over all, `hybrid` over those of a node,
-    with a copy for each node. `auto` takes what fits and sends least over the network: `plan` says which and why."""
+    with a copy for each node. `auto` takes the one that fits and sends least over the network. `plan` reports it."""
     reshard_after_forward: TunesRun[bool] = True
     """Free a block's gathered weights until the backward pass (fsdp, hybrid). Off, each step gathers them once instead
     of twice, and every device holds all weights in the meantime."""
@@ -694,38 +696,38 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     compile: TunesRun[Literal["none", "blocks", "model"]] = "none"
     """The part that torch.compile compiles: none, each block on its own (starts sooner), or the whole model."""
     float8: ShapesModel[bool] = False
-    """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer); needs `compile`, and the extra
-    `float8`, which is torchao."""
+    """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer). This needs `compile` and the extra
+    `float8`, which installs torchao."""
     seed: ShapesModel[int] = Field(1337, ge=0)
     """Seed of the initial weights and of the order of the samples."""
     evaluate_every: TunesRun[Count] = Field(500, gt=0)
-    """Steps between two evaluations; the last step is always evaluated."""
+    """Steps between two evaluations. The last step is always evaluated."""
     evaluation_samples: TunesRun[Count] = Field(256, gt=0)
     """The number of validation samples of each source in an evaluation, drawn from its whole validation split. A source
-    with fewer gives all of them, once."""
+    with fewer samples gives each of them once."""
     checkpoint_every: TunesRun[Count] = Field(500, gt=0)
-    """Steps between two checkpoints; the last step is always kept."""
+    """Steps between two checkpoints. The last step is always saved."""
     keep_last: TunesRun[Count] = Field(2, gt=0)
     """The number of newest checkpoints to keep. At least one that verifies is always kept."""
     keep_best: TunesRun[Count] = Field(1, ge=0)
-    """The number of checkpoints to keep for their validation loss, in addition."""
+    """The number of checkpoints with the lowest validation loss to keep in addition."""
     keep_every: TunesRun[PositiveCount | None] = None
-    """Keep the checkpoint of every N-th step forever, in addition; empty keeps none."""
+    """Also keep the checkpoint of every N-th step forever. Empty keeps none."""
     log_every: TunesRun[Count] = Field(1, gt=0)
     """Steps between two metrics lines."""
     on_nonfinite: TunesRun[Literal["stop", "skip"]] = "stop"
-    """The response to a loss or gradient that is not finite: `stop` names the samples, `skip` omits the update of that
-    step and stops at the tenth in a row."""
+    """The response to a loss or gradient that is not finite. `stop` ends the run and names the samples. `skip` omits
+    the update of that step and stops at the tenth in a row."""
     hang_timeout: TunesRun[Seconds] = Field(900, gt=0)
-    """Seconds without a heartbeat after which a rank counts as hung: its stacks are kept, and the attempt ends."""
+    """Time without a heartbeat (90s, 5m) after which a rank counts as hung. Its stacks are kept, the attempt ends."""
     tensorboard: TunesRun[bool] = False
-    """Also write TensorBoard's event files, into the run's folder; metrics.csv is always there."""
+    """Also write TensorBoard's event files into the run's folder. metrics.csv is always written."""
     wandb: TunesRun[WandbConfig | None] = None
-    """Also record the run in Weights & Biases; empty does not."""
+    """Also record the run in Weights & Biases. Empty does not."""
     profiler: TunesRun[ProfilerConfig | None] = None
-    """Also record some steps with torch's profiler; empty records none."""
+    """Also record some steps with torch's profiler. Empty records none."""
     max_restarts: TunesRun[Count] = Field(3, ge=0)
-    """New attempts after each of node faults, network faults, hangs and preemptions, unless in `restart_policy`."""
+    """New attempts after each of node faults, network faults, hangs and preemptions. `restart_policy` overrides it."""
     restart_policy: TunesRun[RestartSettings] = RestartSettings()
     """The rules of new attempts, by class of failure."""
 
@@ -738,11 +740,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
 
     @model_validator(mode="after")
     def _batch_holds_a_micro_batch(self) -> Self:
-        batch, micro_batch = self.global_batch, self.micro_batch
-        if batch < micro_batch:
-            raise ValueError(
-                f"train.global_batch={batch} is below train.micro_batch={micro_batch}; are the two swapped?"
-            )
+        if self.global_batch < self.micro_batch:
+            problem = f"train.global_batch={self.global_batch} is below train.micro_batch={self.micro_batch}"
+            raise ValueError(f"{problem}; are the two swapped?")
         return self
 
     @model_validator(mode="after")
@@ -762,9 +762,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             return self
         sharding = f"train.strategy={self.strategy}"
         if self.precision == "16-mixed":
-            raise ValueError(f"train.precision=16-mixed scales losses, and {sharding} cannot; take bf16-mixed")
+            raise ValueError(f"train.precision=16-mixed scales losses, but {sharding} cannot; take bf16-mixed")
         if self.compile == "model":
-            raise ValueError(f"train.compile=model does not see through {sharding}; take train.compile=blocks")
+            raise ValueError(f"train.compile=model does not work with {sharding}; take train.compile=blocks")
         return self
 
     @model_validator(mode="after")
@@ -772,14 +772,14 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         if self.float8 and self.compile == "none":
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
-            raise ValueError(f"train.float8=true rounds what train.precision={self.precision} wants exact")
+            raise ValueError(f"train.float8=true needs bf16-mixed or bf16-true, but train.precision={self.precision}")
         return self
 
     @model_validator(mode="after")
     def _profiled_steps_exist(self) -> Self:
         steps, profiler = self.max_steps, self.profiler
         if steps is not None and profiler is not None and profiler.numbers.start > steps:
-            raise ValueError(f"train.profiler.steps={profiler.steps} come after train.max_steps={steps}")
+            raise ValueError(f"train.profiler.steps={profiler.steps} begin after train.max_steps={steps}; lower them")
         return self
 
     def steps(self, *, tokens: int, sequence_length: int) -> int:
@@ -827,14 +827,14 @@ class EvaluationConfig(Settings, title="Evaluation"):
     tasks: tuple[str, ...] = Field(min_length=1)
     """Names of tasks, groups or tags: `lm-eval ls tasks` lists them."""
     every_checkpoints: PositiveCount | None = None
-    """Also score every N-th checkpoint while the training continues; empty scores only the collected model."""
+    """Also score every N-th checkpoint while the training continues. Empty scores only the collected model."""
     task_folder: PathOrUri | None = None
-    """A folder of this machine with task files of your own, and their data, named relative to it. A task file may run
-    Python: give one that you trust."""
+    """A folder of this machine with your own task files and their data, whose paths are relative to it. A task file may
+    run Python, so use only files that you trust."""
     limit: PositiveCount | None = None
-    """Samples of each task, from its start; empty takes all."""
+    """Samples of each task, from its start. Empty takes all."""
     few_shot: Count | None = Field(None, ge=0)
-    """Solved examples that stand before each question; empty takes the task's own number."""
+    """Solved examples before each question. Empty takes the task's own number."""
     batch_size: Count = Field(8, gt=0)
     """Samples in one forward pass."""
 

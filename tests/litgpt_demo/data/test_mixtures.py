@@ -226,14 +226,14 @@ OTHER: dict[str, Any] = SOURCE | {"name": "other"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"stages": STAGES}, "they need data.mixture"),
+        ({"stages": STAGES}, "data.stages need data.mixture"),
         ({"mixture": [SOURCE], "corpus": SOURCE["corpus"]}, "data.corpus and data.mixture are both given"),
         ({"mixture": [SOURCE, OTHER], "tokenizer": {"kind": "train"}}, "a mixture cannot train its tokenizer"),
-        ({"mixture": [SOURCE, SOURCE]}, r"two sources of one name \(a, a\)"),
+        ({"mixture": [SOURCE, SOURCE]}, r"two sources with one name \(a, a\)"),
         ({"mixture": [SOURCE, OTHER], "stages": [{"after": 0.9, "weights": [1]}]}, "one for each of a, other"),
         ({"mixture": [SOURCE, OTHER], "stages": [*STAGES, *STAGES]}, r"begin after \[0.5, 0.5\]"),
         ({"mixture": [SOURCE, OTHER | {"weight": 1e-4}]}, "other has less than 1 of 1000 samples"),
-        ({"mixture": [SOURCE | {"weight": 0}]}, "not 0 to all"),
+        ({"mixture": [SOURCE | {"weight": 0}]}, "at least one of them above 0"),
     ],
 )
 def test_impossible_mixture_is_refused(fields: dict[str, Any], message: str) -> None:

@@ -138,7 +138,7 @@ def test_the_key_is_removed_from_texts_and_only_the_key(tmp_path: Path) -> None:
 
 
 def test_a_key_as_a_name_or_a_name_without_a_key_is_refused(new_run: NewRun, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not a name in capitals") as refused:
+    with pytest.raises(ValueError, match="not the name of a variable in capitals") as refused:
         TrainConfig.model_validate({"wandb": {"project": "p", "secret": KEY}})
     assert KEY not in str(refused.value)
     spec = read_spec(open_storage(str(new_run("run"))))
