@@ -58,7 +58,7 @@ _BEFORE = pytest.StashKey[leaks.Snapshot]()
 
 
 class _Shared:
-    """A plug-in of its own: pytest asks the hooks of a folder's conftest about no fixture of the whole session."""
+    """A plugin of its own: pytest asks the hooks of a folder's conftest about no fixture of the whole session."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The comparison of an image with its network's plug-in and the machine: before anything is rented."""
+"""The comparison of an image with its network's plugin and the machine: before anything is rented."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Stack(Contents):
     was built with, and NCCL what it requires (its metadata, nvidia-nccl-cu13)."""
 
     least_glibc: str = ""
-    """The oldest C library that the plug-in loads in which this stack is made for."""
+    """The oldest C library that the plugin loads in which this stack is made for."""
 
     @property
     def driver(self) -> str:

@@ -131,10 +131,10 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
         what = f"TCP probes for its path's MTU, and {probing} cannot be set to 0: {error.strerror}"
         fix = "set it on the machine, take platform.host_network, or leave out platform.disable_pmtu"
         yield Finding("error", "network.pmtu", what, fix)
-    # A plug-in built for a newer C library than the image has does not load, and NCCL uses sockets instead.
+    # A plugin built for a newer C library than the image has does not load, and NCCL uses sockets instead.
     name, number = platform.libc_ver()
     if network.glibc is not None and not (name == "glibc" and within(number, (f">={network.glibc}",))):
-        what = f"the image has {name or 'no glibc'} {number}, and {network.name}'s plug-in needs glibc {network.glibc}"
+        what = f"the image has {name or 'no glibc'} {number}, and {network.name}'s plugin needs glibc {network.glibc}"
         yield Finding("error", "image.glibc", what, "build the image on Ubuntu 22.04, Debian 12 or newer")
     if node.nodes > 1:
         yield from check_daemon(network)
@@ -173,7 +173,7 @@ def check_nccl(network: NodeNetwork, seen: gpu.TorchSeen) -> Iterator[Finding]:
 
 
 def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that NCCL finds the profile's plug-in first: images of NVIDIA's bring one of HPC-X."""
+    """Check that NCCL finds the profile's plugin first: images of NVIDIA's bring one of HPC-X."""
     if not network.plugged_in:
         return
     folders = [folder for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
@@ -184,11 +184,11 @@ def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[F
     first = next((folder for folder in folders if (Path(folder) / name).exists()), None)
     expected = network.library_paths
     if first is None:
-        what = f"NCCL's plug-in {name} is not in {', '.join(folders) or 'LD_LIBRARY_PATH, which is empty'}"
-        fix = f"see whether {network.name}'s plug-in is installed on this node, and mounted in the node's container"
+        what = f"NCCL's plugin {name} is not in {', '.join(folders) or 'LD_LIBRARY_PATH, which is empty'}"
+        fix = f"see whether {network.name}'s plugin is installed on this node, and mounted in the node's container"
         yield Finding("error", "nccl.plugin", what, fix, FailureClass.NODE)
     elif expected and first not in expected:
-        what = f"NCCL would load {first}/{name}, which is not the {network.name} plug-in of {' or '.join(expected)}"
+        what = f"NCCL would load {first}/{name}, which is not the {network.name} plugin of {' or '.join(expected)}"
         fix = "remove it from the image, or see why the node lacks the right one"
         yield Finding("error", "nccl.plugin-other", what, fix, FailureClass.NODE)
 

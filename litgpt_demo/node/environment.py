@@ -50,7 +50,7 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     missing = [script for script in scripts if not Path(script).is_file()]
     if missing:
         what = f"the network's script {', '.join(missing)} is not on this node"
-        raise NodeError(what, fix="see whether the plug-in is installed on this node, and its folder mounted")
+        raise NodeError(what, fix="see whether the plugin is installed on this node, and its folder mounted")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:

@@ -36,13 +36,13 @@ def within(found: str, ranges: Collection[str]) -> bool:
 
 
 class NcclFit(StrEnum):
-    """The fit of an NCCL to a network's plug-in."""
+    """The fit of an NCCL to a network's plugin."""
 
     QUALIFIED = "qualified"
     UNSTATED = "not stated"
-    """The plug-in's publisher names no versions, or the network needs no plug-in."""
+    """The plugin's publisher names no versions, or the network needs no plugin."""
     UNKNOWN = "not known"
-    """Versions are known for other releases of the plug-in, but not for this one."""
+    """Versions are known for other releases of the plugin, but not for this one."""
     UNQUALIFIED = "not qualified"
     """Its publisher has tested other versions. It may load without working."""
     FAILS = "known to fail"
@@ -73,15 +73,15 @@ class NodeNetwork(Settings):
     socket: str | None = None
     """The address of the receive daemon: a Unix socket's path, or `host:port`."""
     nccl_versions: tuple[str, ...] = ()
-    """NCCL versions that the plug-in is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
+    """NCCL versions that the plugin is qualified for, as ranges (`>=2.19,<2.20`); empty is any."""
     nccl_elsewhere: tuple[str, ...] = ()
-    """NCCL versions that another release of the plug-in is qualified for, where none is known of this one."""
+    """NCCL versions that another release of the plugin is qualified for, where none is known of this one."""
     nccl_loads: tuple[str, ...] = ()
-    """NCCL versions that are known to load the plug-in, qualified or not, as ranges; others are not known to."""
+    """NCCL versions that are known to load the plugin, qualified or not, as ranges; others are not known to."""
     nccl_fails: tuple[str, ...] = ()
-    """NCCL versions that are known to fail with the plug-in, as ranges."""
+    """NCCL versions that are known to fail with the plugin, as ranges."""
     allow_unqualified: bool = False
-    """Go on, with a warning, with an NCCL that the plug-in is not qualified for."""
+    """Go on, with a warning, with an NCCL that the plugin is not qualified for."""
     glibc: str | None = None
     """Least glibc of the image (`2.35`)."""
     cpus: str | None = None
@@ -110,7 +110,7 @@ class NodeNetwork(Settings):
 
     @property
     def plugged_in(self) -> bool:
-        """True if NCCL has to load a plug-in for this network; InfiniBand and sockets are its own."""
+        """True if NCCL has to load a plugin for this network; InfiniBand and sockets are its own."""
         return self.nccl_net not in {None, "IB", "Socket"}
 
     def nccl_fit(self, version: str) -> NcclFit:
@@ -127,7 +127,7 @@ NO_NETWORK_PROFILE = NodeNetwork(test_seconds=0)
 
 
 def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instead: str = "") -> Iterator[Finding]:
-    """Yield what is wrong with an NCCL for the network's plug-in: before a job is submitted, and again on its nodes.
+    """Yield what is wrong with an NCCL for the network's plugin: before a job is submitted, and again on its nodes.
 
     `owner` has this NCCL, as `the image's torch 2.13.0`. `instead` replaces the general advice.
     """
@@ -135,11 +135,11 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
     tested = " or ".join(network.nccl_versions)
     use = instead or "use an image with another NCCL"
     if tested and not instead:
-        use = f"use an image whose torch has NCCL {tested}, or a plug-in release for this one (platform.network_plugin)"
+        use = f"use an image whose torch has NCCL {tested}, or a plugin release for this one (platform.network_plugin)"
     if fit is NcclFit.FAILS:
-        yield Finding("error", "nccl.version", f"{has}, which is known to fail with the {name} plug-in", use)
+        yield Finding("error", "nccl.version", f"{has}, which is known to fail with the {name} plugin", use)
     elif fit is NcclFit.UNKNOWN:
-        what = f"{has}, but it is not known with which NCCL this release of the {name} plug-in works"
+        what = f"{has}, but it is not known with which NCCL this release of the {name} plugin works"
         versions = " or ".join(network.nccl_elsewhere)
         fix = f"take the release that is qualified for {versions} (docs/network.md), or let a short job prove this"
         yield Finding("warning", "nccl.version", what, fix)
@@ -147,7 +147,7 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
         known = "is not known to load it"
         if network.nccl_loads and within(version, network.nccl_loads):
             known = "loads it, which does not prove that it works"
-        what = f"{has}, but the {name} plug-in is qualified for {tested}: this one {known}"
+        what = f"{has}, but the {name} plugin is qualified for {tested}: this one {known}"
         if network.allow_unqualified:
             yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job continue")
         else:
@@ -176,15 +176,15 @@ _USING = re.compile(r"NCCL INFO Using network (?P<name>.+?)\s*$")
 
 _OF_NETWORK = re.compile(r"NCCL (INFO|WARN) .*(NET/|Plugin|plugin|Using network|Bootstrap)")
 
-# Messages of NCCL and the plugins, and their causes. Sources: NVIDIA/nccl#1231 and #1267 (plug-in not found, or of
+# Messages of NCCL and the plugins, and their causes. Sources: NVIDIA/nccl#1231 and #1267 (plugin not found, or of
 # another version), GoogleCloudPlatform/container-engine-accelerators#414 (TCPX and a newer NCCL) and
 # GoogleCloudPlatform/cluster-toolkit#3032 (TCPX and a newer driver).
-_NOT_INSTALLED = "the plug-in is on no folder of LD_LIBRARY_PATH: is it installed on this node?"
-_MISFIT = "the plug-in does not fit the GPU driver of this node; never use `latest` of either"
+_NOT_INSTALLED = "the plugin is on no folder of LD_LIBRARY_PATH: is it installed on this node?"
+_MISFIT = "the plugin does not fit the GPU driver of this node; never use `latest` of either"
 _HINTS = {
     "ould not find: libnccl-net": _NOT_INSTALLED,
     "No plugin found": _NOT_INSTALLED,
-    "Failed to find ncclNetPlugin": "the plug-in is of another version than this NCCL: see network_plugin",
+    "Failed to find ncclNetPlugin": "the plugin is of another version than this NCCL: see network_plugin",
     "NET/IB : No device found": "this node has no RDMA devices; a pod gets them by its annotations or resource claim",
     "Inappropriate ioctl": _MISFIT,
     "gpu_tx_reg_mr failed": _MISFIT,

@@ -211,7 +211,7 @@ def check_bandwidth(result: NetworkTestResult, node: int, *, name: str) -> Train
     if result.nodes == 2:
         fix = f"measure {' and '.join(hosts)} with a third one each"
         return NetworkError(f"{what}, and two nodes do not show which of them is slow", fix=fix)
-    fix = "check what they share: the fabric's settings (render --explain), the plug-in's release, the placement"
+    fix = "check what they share: the fabric's settings (render --explain), the plugin's release, the placement"
     return NetworkError(f"{what}; all nodes are alike ({evidence(0)})", fix=fix)
 
 

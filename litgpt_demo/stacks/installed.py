@@ -37,7 +37,7 @@ def differences(labels: dict[str, str], found: dict[str, str]) -> list[str]:
     ]
     least = labels.get("least-glibc", "")
     if least and numbers(found["glibc"]) < numbers(least):
-        wrong.append(f"the network's plug-in needs glibc {least}, but the image has {found['glibc'] or 'none'}")
+        wrong.append(f"the network's plugin needs glibc {least}, but the image has {found['glibc'] or 'none'}")
     return wrong
 
 

@@ -29,7 +29,7 @@ def test_changed_tag_is_checked_by_its_present_image(tmp_path: Path, monkeypatch
         tag = public.push_image("team/train", STACKS["tcpxo"].contents("amd64").labels)
         assert "@sha256:" in str(identity(tag).image)
         public.push_image("team/train", STACKS["default"].contents("amd64").labels)
-        with pytest.raises(ConfigProblem, match="the tcpxo plug-in is qualified for"):
+        with pytest.raises(ConfigProblem, match="the tcpxo plugin is qualified for"):
             identity(tag)
         assert identity(tag, network="tcp").image
 

@@ -43,7 +43,7 @@ def _first(phrases: Iterable[Phrase], text: str) -> list[Finding]:
     return next(filter(None, (phrase.read(text, _AREA) for phrase in phrases)), [])
 
 
-# Wording of the API server's admission plug-ins (kubernetes: plugin/pkg/admission, staging/src/k8s.io/apiserver,
+# Wording of the API server's admission plugins (kubernetes: plugin/pkg/admission, staging/src/k8s.io/apiserver,
 # staging/src/k8s.io/pod-security-admission; the same from 1.30 to 1.36).
 _ADMISSION = (
     Phrase(r"exceeded quota: ([^,]+), requested: (.*?), used: (.*?), limited: ([^,]+(?:,[^,=]+=[^,]+)*)", "quota",
@@ -107,7 +107,7 @@ def explain(cluster: Cluster, job: states.JobName, workload: ApiObject, pods: It
     return sorted(dict.fromkeys(findings), key=lambda finding: ("error", "warning", "info").index(finding.severity))
 
 
-# Wording of kube-scheduler's plug-ins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
+# Wording of kube-scheduler's plugins (kubernetes: pkg/scheduler/framework/plugins, 1.30 to 1.36). The newest no longer
 # says which taints; volumes have a new wording since 1.33.
 _SCHEDULER = (
     Phrase(r"^(\d+) Insufficient nvidia\.com/gpu", "gpus", "{0} machines have not enough free GPUs",

@@ -282,14 +282,12 @@ def _environment(
         add("HOME", TEMPORARY, "caches (triton, Hugging Face) need a folder that can be written")
     for name, entry in settings.secrets.items():
         own.append(Entry(name=name, value="", origin="user", why=f"platform.secrets: {entry}", secret=entry))
-    # Kueue's topology-aware scheduling numbers pods by location. Otherwise the nodes sort the ranks. That a pod may
-    # query the metadata server for its machine's location is INFERRED; without permission nothing changes. A machine
-    # without a known type may be in no cloud.
+    # Without Kueue's topology-aware scheduling, the nodes sort the ranks by location. That a pod may query the metadata
+    # server for it is INFERRED; if not, nothing changes. A machine without a known type may be in no cloud.
     sorts_ranks = network.node.nccl_net and settings.machine and settings.topology is None and job.nodes > 2
-    source, sockets = "gce" if sorts_ranks else None, settings.allow_tcp_fallback
-    own, before = own[first:], own[:first]
+    location, sockets = "gce" if sorts_ranks else None, settings.allow_tcp_fallback
     return node_environment(
-        job, settings, network, own, before=before, allow_tcp_fallback=sockets, location_source=source
+        job, settings, network, own[first:], before=own[:first], allow_tcp_fallback=sockets, location_source=location
     )
 
 

@@ -72,7 +72,7 @@ class ControlPlane:
         return thing if dry_run else self.store.add(plural, thing)
 
     def _admit_pod(self, pod: Object) -> None:
-        """The plug-ins add to a pod, also to one that a controller makes, or refuse it."""
+        """The plugins add to a pod, also to one that a controller makes, or refuse it."""
         meta, spec = pod["metadata"], pod["spec"]
         named, space = meta.get("generateName") or meta["name"], meta["namespace"]
         account, priority = spec.setdefault("serviceAccountName", "default"), spec.get("priorityClassName")

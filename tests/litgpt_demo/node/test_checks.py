@@ -125,7 +125,7 @@ def seen(*, nccl: str | None = "2.29.7", gpus: int = 0, cuda: str | None = "13.0
 @pytest.mark.parametrize(
     ("version", "allowed", "severity", "code"),
     [
-        # A plug-in made for 2.19 under NCCL 2.21: single nodes work, several end with ncclInternalError.
+        # A plugin made for 2.19 under NCCL 2.21: single nodes work, several end with ncclInternalError.
         ("2.21.5", True, "error", "nccl.version"),
         ("2.29.7", False, "error", "nccl.version"),
         ("2.29.7", True, "warning", "nccl.version"),
@@ -147,7 +147,7 @@ def test_missing_or_shadowed_plugin_is_named(tmp_path: Path) -> None:
         (folder / "libnccl-net.so").touch()
     assert list(check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{plugin}:{another}"})) == []
     (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": f"{another}:{plugin}"})
-    assert f"NCCL would load {another}/libnccl-net.so, which is not the tcpx plug-in of {plugin}" in found.what
+    assert f"NCCL would load {another}/libnccl-net.so, which is not the tcpx plugin of {plugin}" in found.what
     (found,) = check_plugin(tcpx(plugin), {"LD_LIBRARY_PATH": str(plugin), "NCCL_NET_PLUGIN": "ofi"})
     assert (found.fault, found.code) == (FailureClass.NODE, "nccl.plugin")
 
