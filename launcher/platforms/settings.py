@@ -29,10 +29,10 @@ LONGEST_LABEL = 63
 the permitted characters."""
 
 
-def only_recorded(claim: str, *, variable: str, value: str) -> ConfigProblem:
+def only_recorded(statement: str, *, variable: str, value: str) -> ConfigProblem:
     """Return the error for an address that only a record names: everyone who writes to the root may have forged it."""
     fix = f"if it is yours, export {variable}={value}, or give the verb a config that names it"
-    what = f"only the job's record, which others may write, says that {claim}"
+    what = f"only the job's record, which others may write, says that {statement}"
     return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 
 

@@ -69,7 +69,7 @@ def make_temporary(name: str) -> Path:
 def make_private(folder: Path) -> None:
     """Make a folder that only its owner can enter, and its missing parents; an existing one stays as it is.
 
-    Below a shared folder the umask decides: pods that write to a mounted claim are other users. A folder is shared if
+    Below a shared folder the umask decides: pods that write to a mounted PVC are other users. A folder is shared if
     it has the setgid bit, or may be written by a group that is not the user's own, or by all without the sticky bit.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)

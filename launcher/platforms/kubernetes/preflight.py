@@ -265,7 +265,7 @@ def _pvc(survey: Survey) -> Iterator[Finding]:
     name, nodes = survey.settings.pvc, survey.settings.nodes
     if name is None:
         return
-    found = survey.get(api.CLAIMS, name)
+    found = survey.get(api.PVCS, name)
     if found is None:
         what = f"there is no PersistentVolumeClaim {name} in {survey.namespace}"
         yield error("pvc", what, "create it, or fix platform.pvc")

@@ -135,7 +135,7 @@ _SCHEDULER = (
            "create it, or fix platform.pvc", "error"),
     Phrase(r"((?:persistentvolumeclaim|PersistentVolume|persistent volume|volume zone|pv\(s\)|free storage|volume)"
            r".*)", "volume", "the machines cannot reach the volume: {0}",
-           "`kubectl describe pvc` of platform.pvc says why; take a claim whose volume every machine can reach"),
+           "`kubectl describe pvc` of platform.pvc says why; take a PVC whose volume every machine can reach"),
     Phrase(r"(cannot allocate all claims|resourceclaim.*|resource claim.*)", "claims",
            "no machine can give what the pod claims (DRA): {0}",
            "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),

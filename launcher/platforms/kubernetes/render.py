@@ -224,7 +224,7 @@ def _pod(job: Job, settings: KubernetesSettings, network: Network, workload: str
         annotations["kueue.x-k8s.io/podset-slice-size"] = str(settings.slice_nodes)
     if settings.flex_start and settings.queue is not None:
         annotations["provreq.kueue.x-k8s.io/maxRunDurationSeconds"] = str(settings.flex_start_duration)
-    # With the group, the trainer can write to volumes and to a claim's files. Such a pod has no user if the daemons of
+    # With the group, the trainer can write to volumes and to a PVC's files. Such a pod has no user if the daemons of
     # its network run as their images say.
     security: dict[str, Any] = {}
     if unprivileged:

@@ -201,6 +201,6 @@ class GkePlatformConfig(KubernetesSettings, title="GKE"):
         own = config.project if isinstance(config, GkePlatformConfig) else None
         variable = "GOOGLE_CLOUD_PROJECT"
         if self.project and self.project not in {own, os.environ.get(variable)}:
-            claim = f"the cluster {self.cluster} of the project {self.project} is yours"
-            raise only_recorded(claim, variable=variable, value=self.project)
+            statement = f"the cluster {self.cluster} of the project {self.project} is yours"
+            raise only_recorded(statement, variable=variable, value=self.project)
         return self.open()

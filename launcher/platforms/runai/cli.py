@@ -121,7 +121,7 @@ class Cli:
     def render(self, work: Workload) -> Mapping[str, Any]:  # noqa: C901 - two generations of flags side by side
         settings, job, dialect = work.settings, work.job, self.dialect
         topology = "--required-pod-topology-key" if settings.topology_required else "--preferred-pod-topology-key"
-        claims = [f"claimname={claim.name},path={claim.path}" for claim in settings.pvcs]
+        pvcs = [f"claimname={pvc.name},path={pvc.path}" for pvc in settings.pvcs]
         flags = [
             Flag("image", "--image", job.image or UNBUILT),
             # The image is pinned by its digest, so that a copy on the node is right.
@@ -146,14 +146,14 @@ class Cli:
             argv.insert(-3, "--name")
             # The page and its snippet spell the flag differently. Releases before 2.10 have neither.
             spellings = ("--pvc-exists", "--pvc-exist", "--pvc")
-            pvc = next(filter(dialect.has, spellings), spellings[0])
-            if pvc == "--pvc":
-                claims = [f"{claim.name}:{claim.path}" for claim in settings.pvcs]
+            flag = next(filter(dialect.has, spellings), spellings[0])
+            if flag == "--pvc":
+                pvcs = [f"{pvc.name}:{pvc.path}" for pvc in settings.pvcs]
             flags += [
                 Flag("platform.gpus", "--gpu", f"{settings.gpus:g}"),
                 Flag("platform.cpus", "--cpu", settings.cpus),
                 Flag("platform.memory", "--memory", settings.memory),
-                Flag("platform.pvcs", pvc, claims),
+                Flag("platform.pvcs", flag, pvcs),
                 # One string, in order; that commas separate them is INFERRED.
                 Flag("platform.node_pools", "--node-pools", ",".join(settings.node_pools)),
                 Flag("platform.priority", "--priority", settings.priority),
@@ -169,7 +169,7 @@ class Cli:
                 Flag("platform.gpus", "--gpu-portion-request", part),
                 Flag("platform.cpus", "--cpu-core-request", settings.cpus),
                 Flag("platform.memory", "--cpu-memory-request", settings.memory),
-                Flag("platform.pvcs", "--existing-pvc", claims),
+                Flag("platform.pvcs", "--existing-pvc", pvcs),
                 Flag("platform.node_pools", "--node-pools", settings.node_pools),
                 Flag("platform.priority", "--priority", settings.priority),
                 Flag("platform.preemptible", "--preemptibility", PREEMPTIBILITY[settings.preemptible]),

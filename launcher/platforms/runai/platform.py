@@ -93,10 +93,10 @@ class RunaiPlatform:
 
     def check(self, submission: Submission) -> Iterator[Finding]:
         directory = WorkloadReference.of(submission.job_id).directory
-        volumes = [claim.path for claim in self._settings.pvcs]
+        volumes = [pvc.path for pvc in self._settings.pvcs]
         if not is_remote(directory) and not any(map(PurePosixPath(directory).is_relative_to, volumes)):
             what = f"the root's folder {directory} is on no volume that pods mount (platform.pvcs: {volumes})"
-            fix = "take a root of gs://bucket/prefix, or name the volume's claim and mount it where it is mounted here"
+            fix = "take a root of gs://bucket/prefix, or name the volume's PVC and mount it where it is mounted here"
             yield Finding("error", "runai.root", what, fix)
         yield from self._settings.fabric.problems
         if self._settings.interactive:

@@ -232,9 +232,7 @@ def body(work: Workload) -> dict[str, Any]:
     if 0 < settings.gpus < 1:
         gpus |= {"gpuRequestType": "portion", "gpuPortionRequest": settings.gpus}
     extended = [{"resource": name, "quantity": str(count)} for name, count in work.network.resources.items()]
-    claims = [
-        {"path": claim.path, "existingPvc": True, "claimName": claim.name, "readOnly": False} for claim in settings.pvcs
-    ]
+    pvcs = [{"path": pvc.path, "existingPvc": True, "claimName": pvc.name, "readOnly": False} for pvc in settings.pvcs]
     # Without a uid pods run as the image's user, which is 1000 in our images. runAsNonRoot is not set then, because
     # Kubernetes refuses it for images whose user has a name.
     user = drop_empty(uidGidSource=settings.run_as_user and "fromIdpToken")
@@ -263,7 +261,7 @@ def body(work: Workload) -> dict[str, Any]:
             **gpus,
             **drop_empty(cpuCoreRequest=settings.cpus, cpuMemoryRequest=settings.memory, extendedResources=extended),
         },
-        **drop_empty(storage=drop_empty(pvc=claims)),
+        **drop_empty(storage=drop_empty(pvc=pvcs)),
         "security": {**user, "allowPrivilegeEscalation": False, "seccompProfileType": "RuntimeDefault"},
         **drop_empty(
             nodeAffinityRequired=job.exclude_nodes and {"nodeSelectorTerms": [{"matchExpressions": [rule]}]},

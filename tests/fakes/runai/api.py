@@ -137,7 +137,7 @@ def _training(body: Any, projects: Mapping[str, str]) -> Training:
         workers=spec["numWorkers"],
         command=(spec["command"], *shlex.split(spec["args"])),
         environment={entry["name"]: _value(entry, machine) for entry in spec["environmentVariables"]},
-        claims={claim["claimName"]: claim["path"] for claim in spec.get("storage", {}).get("pvc", [])},
+        pvcs={pvc["claimName"]: pvc["path"] for pvc in spec.get("storage", {}).get("pvc", [])},
     )
 
 

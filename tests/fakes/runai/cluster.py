@@ -39,7 +39,7 @@ class Training:
     workers: int
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    claims: Mapping[str, str] = field(default_factory=dict)
+    pvcs: Mapping[str, str] = field(default_factory=dict)
     phase: str = "Running"
     wanted: str = ""
     """The operator is to `delete` or `preempt` it."""
@@ -48,13 +48,13 @@ class Training:
 
 @dataclass
 class Cluster:
-    """Tests change what they like at any time. Claims are the folders that they are."""
+    """Tests change what they like at any time. PVCs are the folders that they are."""
 
     folder: Path
     pods: bool = True
     """Without, they are only said to run."""
     projects: Sequence[str] = ("team-a",)
-    claims: Mapping[str, str] = field(default_factory=dict)
+    pvcs: Mapping[str, str] = field(default_factory=dict)
     version: str = "2.18"
     told_gpus: int = 0
     grace_period: float = 30
@@ -79,10 +79,10 @@ class Cluster:
     def create(self, training: Training, *, dry: bool = False) -> None:
         """Start it, unless the real one would not."""
         self._require(training.project)
-        for claim, path in training.claims.items():
-            if claim not in self.claims:
-                raise Refused(f'persistentvolumeclaim "{claim}" not found')
-            assert self.claims[claim] == path, "pods here see the machine's folders, and no others"
+        for pvc, path in training.pvcs.items():
+            if pvc not in self.pvcs:
+                raise Refused(f'persistentvolumeclaim "{pvc}" not found')
+            assert self.pvcs[pvc] == path, "pods here see the machine's folders, and no others"
         if (training.project, training.name) in self.trainings:
             raise Refused(f'workload "{training.name}" already exists in project "{training.project}"')
         if dry:

@@ -99,7 +99,7 @@ def _submit(cluster: Cluster, flags: Sequence[str], arguments: list[str], *, old
     command = arguments[arguments.index("--") + 1 :]
     (name,) = [*values["--name"], *rest]
     assert "--command" in values, "without it the image's entry point would be kept"
-    claims = [_pairs(text.split(",")) for text in values["--pvc-exists" if old else "--existing-pvc"]]
+    pvcs = [_pairs(text.split(",")) for text in values["--pvc-exists" if old else "--existing-pvc"]]
     training = Training(
         name=name,
         project=values["--project"][0],
@@ -108,7 +108,7 @@ def _submit(cluster: Cluster, flags: Sequence[str], arguments: list[str], *, old
         command=("/bin/sh", "-c", "exec " + " ".join(command)) if old else tuple(command),
         # "You can either separate values with a comma or add the flag twice."
         environment=_pairs([part for text in values["-e"] for part in (text.split(",") if old else [text])]),
-        claims={claim["claimname"]: claim["path"] for claim in claims},
+        pvcs={pvc["claimname"]: pvc["path"] for pvc in pvcs},
     )
     if "--dry-run" in values:
         cluster.create(training, dry=True)

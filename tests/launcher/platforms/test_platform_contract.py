@@ -144,7 +144,7 @@ def runai_place(
     from launcher.platforms.runai.rest import Rest
 
     options = {
-        "claims": {"scratch": str(folder)},
+        "pvcs": {"scratch": str(folder)},
         "version": version,
         "told_gpus": 2,
         "pods": not simulate,

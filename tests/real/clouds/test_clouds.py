@@ -116,11 +116,11 @@ def test_preempted_training_returns_as_the_same_workload(tmp_path: Path) -> None
     """Its logs continue."""
     (script := tmp_path / "program.py").write_text(LIVES)
     with (
-        runai.running(tmp_path / "runai", claims={"scratch": str(tmp_path)}, told_gpus=2) as cluster,
+        runai.running(tmp_path / "runai", pvcs={"scratch": str(tmp_path)}, told_gpus=2) as cluster,
         runai.serving(cluster) as api,
     ):
-        claims = [{"name": "scratch", "path": str(tmp_path)}]
-        config = settings_of(api="rest", url=api.url, grace_period=2, pvcs=claims)
+        pvcs = [{"name": "scratch", "path": str(tmp_path)}]
+        config = settings_of(api="rest", url=api.url, grace_period=2, pvcs=pvcs)
         platform = RunaiPlatform(config, Rest(config, api.credentials()))
         platform.settle = 4
         fields = {"name": "fate", "processes": 1, "program": (str(script),), "stage": ()}

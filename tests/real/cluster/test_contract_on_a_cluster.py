@@ -1,6 +1,6 @@
 """What every platform promises, and what a control plane says of jobs that wait, on the cluster of $KUBECONFIG.
 
-CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim CLUSTER_TEST_CLAIM is the folder
+CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim CLUSTER_TEST_PVC is the folder
 CLUSTER_TEST_SHARED, here and in the pods (docs/gke.md has it for kind).
 """
 
@@ -46,8 +46,8 @@ def platform_of(kubeconfig: str, **settings: Any) -> Iterator[KubernetesPlatform
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    kubeconfig, image, claim, shared = real_cluster.needed(
-        "KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_CLAIM", "CLUSTER_TEST_SHARED"
+    kubeconfig, image, pvc, shared = real_cluster.needed(
+        "KUBECONFIG", "CLUSTER_TEST_IMAGE", "CLUSTER_TEST_PVC", "CLUSTER_TEST_SHARED"
     )
     monkeypatch.setattr(test_platform_contract, "IMAGE", image)
 
@@ -66,7 +66,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
     with (
         contextlib.ExitStack() as stack,
-        platform_of(kubeconfig, pvc=claim, pvc_path=shared) as platform,
+        platform_of(kubeconfig, pvc=pvc, pvc_path=shared) as platform,
         TemporaryDirectory(dir=shared, prefix="contract-", ignore_cleanup_errors=True) as folder,
     ):
         cancelled()

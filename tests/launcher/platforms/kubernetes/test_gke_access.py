@@ -52,8 +52,8 @@ def furnished(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         cluster.apply("topologies", {"metadata": {"name": "gke"}, "spec": levels})
         cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
         cluster.apply("secrets", {"metadata": {"name": "hub"}, "data": {"token": "aGY="}})
-        claim = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}}
-        cluster.apply("persistentvolumeclaims", {"metadata": {"name": "shared"}, "spec": claim})
+        pvc = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Ti"}}}
+        cluster.apply("persistentvolumeclaims", {"metadata": {"name": "shared"}, "spec": pvc})
         add_tcpx_networks(cluster)
         cluster.allow(RULES)
         cluster.traffic.clear()

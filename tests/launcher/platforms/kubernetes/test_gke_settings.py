@@ -61,7 +61,7 @@ def test_both_kinds_render_the_same() -> None:
 
 
 def test_root_that_nodes_do_not_share_is_refused() -> None:
-    """A folder in the claim is accepted."""
+    """A folder in the PVC is accepted."""
     directory = "/data/runs/owt-01/attempts/1"
     assert found({}, directory=directory).keys() == {"kubernetes.root-not-shared"}
     assert found({"pvc": "nfs", "pvc_path": "/data"}, directory=directory) == {}

@@ -29,8 +29,8 @@ Make = Callable[..., RunaiPlatform]
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[runai.Cluster]:
     """Of two projects, one of which is called almost as the other."""
-    claims, projects = {"scratch": str(tmp_path)}, ["team-a", "team-a-2"]
-    with runai.running(tmp_path / "runai", claims=claims, projects=projects, pods=False) as made:
+    pvcs, projects = {"scratch": str(tmp_path)}, ["team-a", "team-a-2"]
+    with runai.running(tmp_path / "runai", pvcs=pvcs, projects=projects, pods=False) as made:
         yield made
 
 
@@ -66,8 +66,8 @@ def by_rest(api: runai.Api, tmp_path: Path) -> Make:
     """Makes the platform by the API."""
 
     def make(*, secret: str | None = None, **changes: Any) -> RunaiPlatform:
-        claims = [{"name": "scratch", "path": str(tmp_path)}]
-        config = settings_of(**{"url": api.url, "api": "rest", "pvcs": claims, **changes})
+        pvcs = [{"name": "scratch", "path": str(tmp_path)}]
+        config = settings_of(**{"url": api.url, "api": "rest", "pvcs": pvcs, **changes})
         platform = RunaiPlatform(config, Rest(config, api.credentials(secret), pause=0))
         platform.pauses = (0, 0, 0)
         return platform
@@ -91,7 +91,7 @@ def test_missing_program_is_found_before_submission(by_program: Make, waiting: J
 
 def test_check_finds_refusals_of_the_program(by_program: Make, cluster: runai.Cluster, waiting: Job) -> None:
     assert "team-b" in found(by_program(project="team-b"), waiting)["runai.project"]
-    cluster.claims = {}
+    cluster.pvcs = {}
     rehearsed = by_program("v1")
     assert 'persistentvolumeclaim "scratch" not found' in str(found(rehearsed, waiting))
     with pytest.raises(PlatformRefused, match="not found"):
@@ -307,7 +307,7 @@ def test_denied_application_is_a_login_problem_without_secrets(by_rest: Make, wa
 def test_missing_project_or_cluster_is_found_and_refused(cluster: runai.Cluster, by_rest: Make, waiting: Job) -> None:
     assert "platform.project=team is not a project" in found(by_rest(project="team"), waiting)["runai.project"]
     assert "there are: main" in found(by_rest(cluster="other"), waiting)["runai.project"]
-    cluster.claims = {}
+    cluster.pvcs = {}
     platform = by_rest()
     submission = platform.render(waiting)
     with pytest.raises(PlatformRefused, match='persistentvolumeclaim "scratch" not found'):
