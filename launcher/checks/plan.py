@@ -6,13 +6,13 @@ Facts that this machine cannot query are named, and shown as unknown.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from itertools import accumulate
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from launcher.benchmark import BenchmarkConfig
 from launcher.checks import arithmetic, preflight
@@ -50,8 +50,6 @@ from litgpt_demo.training.origins import replay_problem
 _UNKNOWN_VOCABULARY = 50_304
 """The vocabulary of a tokenizer that is not known yet, for estimates: GPT-2's, padded."""
 
-
-T = TypeVar("T")
 AnyConfig: TypeAlias = RunConfig | ScriptConfig | SweepConfig | BenchmarkConfig
 
 
@@ -328,38 +326,43 @@ def _inspect(work: Run | Script) -> Inspection:
 
 
 def _blockers(inspections: Sequence[Inspection]) -> list[list[Finding]]:
-    results: dict[tuple[str, str], Any] = {}
-
-    def once(check: str, inputs: str, make: Callable[[], T]) -> T:  # trials have checks of the same inputs in common
-        if (check, inputs) not in results:
-            results[check, inputs] = make()
-        result: T = results[check, inputs]
-        return result
-
-    return [_blockers_of(inspection, once) for inspection in inspections]
+    # Trials have inputs in common. A check of the same inputs is made once, and its result is kept by their hash.
+    results: dict[tuple[str, str], list[Finding]] = {}
+    dry_runs: dict[str, preflight.DryRun] = {}
+    return [_blockers_of(inspection, results, dry_runs) for inspection in inspections]
 
 
-def _blockers_of(inspection: Inspection, once: Callable[[str, str, Callable[[], Any]], Any]) -> list[Finding]:
+def _blockers_of(
+    inspection: Inspection, results: dict[tuple[str, str], list[Finding]], dry_runs: dict[str, preflight.DryRun]
+) -> list[Finding]:
     platform, job = inspection.claim.platform, inspection.claim.make_job(inspection.attempt)
     if isinstance(inspection.work, Script):
         return list(preflight.check_script(inspection.work, platform, job))
     run, dataset = inspection.run, inspection.dataset
     config, planned, vocab_size = run.config, run.dataset, inspection.vocabulary
-    place, weights = content_hash(config.root, config.platform, config.image), content_hash(config.model, planned.key)
-    findings = list[Finding](once("place", place, lambda: preflight.check_place(config, platform, job)))
-    findings += once("corpus", planned.key, lambda: list(warnings_of(planned)))  # reads the start of its texts
-    findings += preflight.check_training(config, job, vocab_size=vocab_size)
+    place = "place", content_hash(config.root, config.platform, config.image)
+    if place not in results:
+        results[place] = preflight.check_place(config, platform, job)
+    corpus = "corpus", planned.key
+    if corpus not in results:
+        results[corpus] = list(warnings_of(planned))  # reads the start of its texts
+    findings = [*results[place], *results[corpus], *preflight.check_training(config, job, vocab_size=vocab_size)]
     problem = replay_problem(run.origin, planned.sample_keys, config.train.seed)
     if problem:
         findings.append(Finding("error", "model.init_from.samples", *problem))
-    # In a process that takes seconds.
-    findings += once("weights", weights, lambda: list(preflight.check_origin(run, dataset, vocab_size=vocab_size)))
+    weights = "weights", content_hash(config.model, planned.key)
+    if weights not in results:  # in a process that takes seconds
+        results[weights] = list(preflight.check_origin(run, dataset, vocab_size=vocab_size))
+    findings += results[weights]
     prepared: preflight.DryRun = dataset
     if dataset is None:
-        prepared = once("dataset", planned.key, lambda: preflight.dry_run_dataset(planned))
-        # A Dask scheduler is queried over the network.
-        workers = config.dataset_workers
-        findings += once("workers", content_hash(workers), lambda: preflight.check_workers(workers))
+        if planned.key not in dry_runs:
+            dry_runs[planned.key] = preflight.dry_run_dataset(planned)
+        prepared = dry_runs[planned.key]
+        workers = "workers", content_hash(config.dataset_workers)
+        if workers not in results:  # a Dask scheduler is queried over the network
+            results[workers] = preflight.check_workers(config.dataset_workers)
+        findings += results[workers]
     if isinstance(prepared, Finding):
         findings.append(prepared)
     elif prepared is not None:
