@@ -178,9 +178,14 @@ class Cluster:
         self.ask("DELETE", resource.path(namespace), {"labelSelector": labels}, _DELETE, missing={})
 
     def delete_one(self, resource: Resource, thing: ApiObject) -> None:
-        """Delete this object and all that it owns. A missing object is not an error."""
+        """Delete this object, which may be gone, and all that it owns, but not a later object of the same name."""
         meta = thing["metadata"]
-        self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, _DELETE, missing={})
+        body = {**_DELETE, "preconditions": {"uid": meta["uid"]}}
+        try:
+            self.ask("DELETE", resource.path(meta.get("namespace"), meta["name"]), None, body, missing={})
+        except ApiRefused as error:
+            if error.status != 409:  # 409: another object has its name, so this one is gone
+                raise
 
     def serves(self, resource: Resource) -> bool:
         listed = self.ask("GET", f"/apis/{resource.group}/{resource.version}", missing={"resources": []})

@@ -176,7 +176,11 @@ class KubernetesPlatform:
             stored = self.cluster.get(resource, job.namespace, name)
         if stored is None or stored["metadata"].get("deletionTimestamp"):
             raise PlatformUnreachable(f"an older {kind} {name} is still being removed", fix="submit again")
-        if owners and owners[0]["uid"] not in states.owners_of(stored):
+        if owners:
+            is_own = owners[0]["uid"] in states.owners_of(stored)
+        else:
+            is_own = (stored["metadata"].get("labels") or {}).get(RUN_LABEL) == meta["labels"][RUN_LABEL]
+        if not is_own:
             fix = "remove it, or give the run another name"
             raise PlatformRefused(f"{kind} {name} exists, but belongs to something else", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": states.uid_of(stored)}

@@ -10,6 +10,7 @@ from waiting import until
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
 from launcher.job import JobState
+from launcher.platforms.kubernetes.cluster import SERVICES
 
 KINDS = ("jobsets", "jobs", "pods", "services", "networkpolicies", "resourceclaimtemplates")
 
@@ -44,6 +45,20 @@ def test_cancel_removes_objects_that_have_lost_their_owner(cluster: Cluster, tmp
     platform = gke(cluster, workload="job")
     platform.cancel(platform.render(job(tmp_path)).job_id)
     assert remaining(cluster) == []
+
+
+def test_delete_keeps_a_later_object_of_the_same_name(cluster: Cluster) -> None:
+    """Another user deleted the object between its listing and its deletion, and made one of that name."""
+    service = {"metadata": {"name": "demo"}, "spec": {"clusterIP": "None"}}
+    cluster.apply("services", service)
+    [old] = cluster.objects("services")
+    cluster.remove("services", "demo")
+    until(lambda: not cluster.objects("services"))
+    cluster.apply("services", service)
+    [new] = cluster.objects("services")
+    for thing, kept in ((old, [new]), (new, []), (new, [])):
+        gke(cluster).cluster.delete_one(SERVICES, thing)
+        assert cluster.objects("services") == kept
 
 
 def test_cancel_names_what_remains_with_its_finalizer(cluster: Cluster, tmp_path: Path) -> None:

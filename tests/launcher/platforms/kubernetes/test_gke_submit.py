@@ -75,6 +75,17 @@ def test_submit_keeps_a_service_of_another_owner(cluster: Cluster, tmp_path: Pat
     assert len(cluster.objects("services")) == 1
 
 
+@pytest.mark.parametrize("workload", ["jobset", "job"])
+def test_submit_keeps_a_job_of_another_run(cluster: Cluster, tmp_path: Path, workload: str) -> None:
+    """A job of the same name whose label names another run, as of another root, is not taken for this one."""
+    platform = gke(cluster, workload=workload)
+    platform.submit(platform.render(job(tmp_path, root="first")))
+    before = cluster.objects(f"{workload}s")
+    with pytest.raises(PlatformRefused, match="demo-1-000000 exists, but belongs to something else"):
+        platform.submit(platform.render(job(tmp_path, root="second")))
+    assert [thing["metadata"]["uid"] for thing in cluster.objects(f"{workload}s")] == [before[0]["metadata"]["uid"]]
+
+
 def test_submit_refuses_before_it_creates_anything(cluster: Cluster, tmp_path: Path) -> None:
     platform = gke(cluster)
     bad: dict[str, Submission] = {
