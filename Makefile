@@ -93,7 +93,8 @@ bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 bench-diagnosis: $(VENV)/.installed ## how often the diagnosis of a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench diagnosis $(if $(QUICK),--quick)
 
-docs: $(VENV)/.installed-docs ## the pages as a site, in site/; links are checked
+docs: $(VENV)/.installed-docs ## the reference from the code, and the pages as a site, in site/; links are checked
+	$(BIN)/python -m docs.reference
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir $(SITE)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 CHECKOUT = Path(__file__).parents[1]
 CODE = "https://github.com/train-litgpt/train-litgpt/blob/main/"
@@ -20,6 +22,14 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turn each link out of docs/ into one to the repository."""
-    return markdown.replace("](../README.md", "](index.md").replace("](../", f"]({CODE}")
+def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
+    """Turn links out of docs/ into links to the repository, and links to README.md into links to the home page."""
+    folder = posixpath.dirname(page.file.src_uri)
+
+    def resolved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[1]))
+        if target == "../README.md":
+            return f"]({posixpath.relpath('index.md', folder or '.')}"
+        return f"]({CODE}{target[3:]}" if target.startswith("../") else link[0]
+
+    return re.sub(r"\]\((\.\./[^)#\s]*)", resolved, markdown)

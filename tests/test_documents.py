@@ -14,7 +14,7 @@ from typer.main import get_command
 from cli.main import app
 from litgpt_demo.schedules import SCHEDULES
 
-PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").glob("*.md"))]
+PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)

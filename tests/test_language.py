@@ -109,7 +109,7 @@ def phrases(path: Path) -> list[str]:
 
 def files_with_prose() -> list[Path]:
     """All pages, and the Python files of the source."""
-    pages = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/*.md")]
+    pages = [*CHECKOUT.glob("*.md"), *CHECKOUT.glob("docs/**/*.md")]
     return sorted([*pages, *(path for package in SOURCE for path in (CHECKOUT / package).rglob("*.py"))])
 
 

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from docs.hooks import CODE, on_page_markdown
 
 CHECKOUT = Path(__file__).parents[3]
 NOTEBOOK = CHECKOUT / "examples" / "notebook.ipynb"
@@ -22,11 +25,30 @@ def test_site_builds_without_warnings_or_foreign_requests(tmp_path: Path) -> Non
     command = ["make", f"--old-file={venv}/.installed-docs", "docs", f"VENV={venv}", f"SITE={tmp_path}"]
     subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True, text=True)
     pages = list(tmp_path.rglob("*.html"))
-    assert {page.stem for page in (CHECKOUT / "docs").glob("*.md")} <= {page.stem for page in pages}
+    sources = {page.relative_to(CHECKOUT / "docs").with_suffix(".html") for page in (CHECKOUT / "docs").rglob("*.md")}
+    assert sources <= {page.relative_to(tmp_path) for page in pages}
+    assert list(tmp_path.rglob("*.py")) == []
     assert [found for page in pages for found in FETCHED.findall(page.read_text(encoding="utf-8"))] == []
     home = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert 'href="local.html"' in home
     assert "blob/main/deployments/prefect.yaml" in home
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "target"),
+    [
+        ("local.md", "../Makefile", f"{CODE}Makefile"),
+        ("local.md", "../README.md#limits", "index.md#limits"),
+        ("start/gke.md", "../../deployments/rbac.yaml", f"{CODE}deployments/rbac.yaml"),
+        ("start/gke.md", "../../README.md", "../index.md"),
+        ("reference/settings/train.md", "../../../README.md", "../../index.md"),
+        ("reference/settings/train.md", "../../images/plan.png", "../../images/plan.png"),
+        ("start/gke.md", "../platforms/gke.md#network", "../platforms/gke.md#network"),
+    ],
+)
+def test_link_out_of_the_pages_leads_to_the_repository(source: str, link: str, target: str) -> None:
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=source))
+    assert on_page_markdown(f"see [it]({link}).", page=page) == f"see [it]({target})."  # type: ignore[arg-type]
 
 
 def test_the_notebook_runs_as_it_is_and_was_run(

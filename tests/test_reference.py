@@ -1,0 +1,22 @@
+"""The pages that docs/reference.py writes are those of the code."""
+
+import os
+
+import pytest
+
+from docs.reference import DOCS, PAGES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_golden_page_is_up_to_date(name: str) -> None:
+    """`make golden` and `make docs` write it again."""
+    file, text = DOCS / name, PAGES[name]()
+    if os.environ.get("UPDATE_GOLDEN"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+    assert file.read_text("utf-8") == text, "run `make docs` and commit the page"
+
+
+def test_generated_page_has_its_function() -> None:
+    generated = {page for page in DOCS.rglob("*.md") if page.read_text("utf-8").startswith("<!-- Generated from ")}
+    assert generated == {DOCS / name for name in PAGES}
