@@ -1,8 +1,8 @@
 """Heartbeats: a rank writes one after every step, and its node detects a rank that has fallen silent.
 
-Any script under `python -m litgpt_demo node` can write them (docs/failures.md); one that never does is not watched.
-A heartbeat is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks of all its
-threads, even if it hangs in native code: the answer comes from a signal handler and not from Python.
+Any script under `python -m litgpt_demo node` can write them (docs/concepts/failures.md); one that never does is not
+watched. A heartbeat is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks
+of all its threads, even if it hangs in native code: the answer comes from a signal handler and not from Python.
 """
 
 from __future__ import annotations

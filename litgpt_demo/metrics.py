@@ -46,7 +46,7 @@ class Column(NamedTuple):
     kinds: str
     """The kinds of rows that have it."""
     in_csv: bool = False
-    """True if metrics.csv has it; docs/training.md then explains it."""
+    """True if metrics.csv has it; docs/howto/fit-model.md then explains it."""
 
 
 COLUMNS = {

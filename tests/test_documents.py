@@ -79,7 +79,7 @@ def test_each_link_to_a_file_leads_somewhere() -> None:
     assert lost == []
 
 
-@pytest.mark.parametrize("promises", ["docs/security.md", "docs/guarantees.md"])
+@pytest.mark.parametrize("promises", ["docs/concepts/security.md", "docs/concepts/guarantees.md"])
 def test_each_promise_names_a_test(promises: str) -> None:
     page = Path(promises).read_text(encoding="utf-8")
     rows = page.partition("| promise | shown by |\n")[2].partition("\n\n")[0].splitlines()[1:]
@@ -115,12 +115,12 @@ def test_pages_install_from_the_checkout() -> None:
 
 
 def test_page_of_training_has_each_schedule() -> None:
-    page = Path("docs/training.md").read_text("utf-8")
+    page = Path("docs/howto/fit-model.md").read_text("utf-8")
     assert not [name for name in SCHEDULES if f"| `{name}`" not in page], "add a row to the table of schedules"
 
 
 def test_page_of_commands_has_each_command_with_json() -> None:
-    page = Path("docs/commands.md").read_text("utf-8")
+    page = Path("docs/reference/json.md").read_text("utf-8")
     commands = get_command(app).commands.items()  # type: ignore[attr-defined]
     with_json = [name for name, command in commands if any(param.name == "as_json" for param in command.params)]
     assert not [name for name in with_json if f"| `{name}` |" not in page], "add a row to the table of documents"

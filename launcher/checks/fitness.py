@@ -86,7 +86,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
         findings += _softened(config, network, checked)
         if image.dockerfile is not None:
             what = f"image.stack says that {image.dockerfile} installs {stack}, but this was not checked"
-            fix = "let it write labels (docs/images.md), which are read after the build"
+            fix = "let it write labels (docs/concepts/images.md), which are read after the build"
             findings.append(Finding("warning", "image.unproved", what, fix))
     yield from findings
     if any(finding.severity == "error" for finding in findings):

@@ -107,7 +107,7 @@ FLOOR = {2: 40.0}
 _WITHOUT_STACK = (
     "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: take network=tcp (20 to 24 GB/s among "
     "nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for your script one of torch 2.2, for "
-    "our trainer one whose torch was built against NCCL 2.19 (docs/images.md)"
+    "our trainer one whose torch was built against NCCL 2.19 (docs/concepts/images.md)"
 )
 
 

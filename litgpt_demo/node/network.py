@@ -141,7 +141,9 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
     elif fit is NcclFit.UNKNOWN:
         what = f"{has}, but it is not known with which NCCL this release of the {name} plugin works"
         versions = " or ".join(network.nccl_elsewhere)
-        fix = f"take the release that is qualified for {versions} (docs/network.md), or let a short job prove this"
+        fix = (
+            f"take the release that is qualified for {versions} (docs/concepts/networks.md), or prove it by a short job"
+        )
         yield Finding("warning", "nccl.version", what, fix)
     elif fit is NcclFit.UNQUALIFIED:
         known = "is not known to load it"

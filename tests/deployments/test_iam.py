@@ -153,7 +153,7 @@ def test_trainer_may_not_submit_push_or_impersonate() -> None:
 
 
 def test_only_roles_of_the_file_are_advised() -> None:
-    pages = [*(CHECKOUT / "docs").glob("*.md"), CHECKOUT / "README.md", CHECKOUT / "deployments" / "rbac.yaml"]
+    pages = [*(CHECKOUT / "docs").rglob("*.md"), CHECKOUT / "README.md", CHECKOUT / "deployments" / "rbac.yaml"]
     known = {entry["role"] for principal in PRINCIPALS for entry in entries(principal)}
     texts = [*SOURCE.values(), *(page.read_text() for page in pages)]
     assert {role for text in texts for role in re.findall(r"roles/[A-Za-z]+\.[A-Za-z.]*[A-Za-z]", text)} <= known

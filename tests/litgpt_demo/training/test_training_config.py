@@ -133,9 +133,9 @@ def test_run_id_holds_the_changed_shaping_settings() -> None:
 
 
 def test_docs_list_the_settings_that_a_run_may_change() -> None:
-    page = (Path(__file__).parents[3] / "docs/resuming.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/concepts/resuming.md").read_text()
     item = page.partition("**Settings that do not change the model**")[2].partition("\n- ")[0]
-    assert {*re.findall(r"`(\w+)`", item)} == fields_with(RunIdRole.TUNES_RUN).keys(), "change docs/resuming.md"
+    assert {*re.findall(r"`(\w+)`", item)} == fields_with(RunIdRole.TUNES_RUN).keys(), "change that page"
 
 
 @given(st.text())

@@ -69,7 +69,7 @@ def submitted(
         with page.expect_response(lambda answer: answer.url.endswith("/create_flow_run")) as answer:
             page.get_by_role("button", name="Submit").click()
         assert answer.value.status in {201, 503}, answer.value.text()
-        # 503: SQLite was busy (docs/deployments.md)
+        # 503: SQLite was busy (docs/howto/deploy.md)
         return UUID(answer.value.json()["id"]) if answer.value.status == 201 else None
 
     made = client.read_flow_run(until(accepted))

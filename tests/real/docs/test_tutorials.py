@@ -24,7 +24,7 @@ BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | 
 
 def test_tutorial_continues_a_model_on_token_files(tmp_path: Path, prefect_home: Callable[[], Path]) -> None:
     """It ends with scores and text."""
-    page, runs = (CHECKOUT / "docs" / "tutorials.md").read_text(encoding="utf-8"), tmp_path / "output" / "runs"
+    page, runs = (CHECKOUT / "docs" / "start" / "pretrain.md").read_text(encoding="utf-8"), tmp_path / "output" / "runs"
     environment = {**os.environ, "PREFECT_HOME": str(prefect_home()), "COLUMNS": "120"}
     outputs = dict[str, str]()
 

@@ -57,7 +57,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Team]:
 def client(team: Team) -> Iterator[SyncPrefectClient]:
     with SyncPrefectClient(f"{team.url}/api", auth_string=SECRET) as opened:
         [dead] = [automation for automation in opened.read_automations() if automation.name == "mark-dead-flow-runs"]
-        # As docs/team.md says for those who will not wait 20 minutes for the flow runs of a dead machine.
+        # As docs/howto/team-server.md says for those who will not wait 20 minutes for the flow runs of a dead machine.
         dead.trigger.within = timedelta(seconds=75)
         wanted = dead.model_dump(include={"name", "description", "enabled", "trigger", "actions"})
         opened.update_automation(dead.id, AutomationCore.model_validate(wanted))
