@@ -23,7 +23,7 @@ class Cost(Settings):
     """Hours of one machine."""
     price: RecordedPrice
     unreadable: int = 0
-    """The number of reports that are damaged or forged; their nodes' hours are left out."""
+    """The number of reports that are damaged, forged or without a start; their nodes' hours are left out."""
 
     @property
     def usd(self) -> float:

@@ -40,7 +40,9 @@ def cost_of(run: Storage) -> Cost | None:
     folders = {path.partition("/")[0] for path in attempts.list() if "/" in path}
     for folder in sorted(folders):
         for report in node_reports(attempts.within(folder), bad, all_lives=True):
-            if report.started is not None:
+            if report.started is None:
+                bad.add(f"node {report.node} of attempt {folder} reports no start")
+            else:
                 seconds += max(0.0, report.ended - report.started)
     return Cost(hours=seconds / 3600, price=price, unreadable=bad.count) if seconds else None
 

@@ -75,11 +75,13 @@ def test_nothing_is_published_before_the_job_ends(finished_copy: Path) -> None:
         (attempts / number).mkdir(parents=True)
     report("1/node-0.json", hours=4)
     (attempts / "1/node-1.json").write_text('{"node": 2, "started"')
+    without_start = {"node": 2, "exit_code": 0, "fault": None, "message": "", "ended": 1e9}
+    (attempts / "1/node-2.json").write_text(json.dumps(without_start))
     final = export(open_storage(str(finished_copy)), await_end=the_job_ends)
     assert (final.cost.hours, final.cost.usd) == (4.5, 45)
     card = (finished_copy / "final/MODEL_CARD.md").read_text()
     assert "| Cost | $45.00 or more: 4.50 hours of a3-highgpu-8g at $10.00, list price on demand in us-central1" in card
-    assert "reports of nodes that could not be read, and are left out: 1" in card
+    assert "reports of nodes that could not be read, and are left out: 2" in card
 
 
 def test_the_collected_model_is_equal_in_both_libraries(
