@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Position:
+    """A step after the warm-up, and its place in the run."""
+
+    step: int
+    """Counted from 0. The first one after the warm-up is `warmup`."""
+    warmup: int
+    """The number of steps of the warm-up."""
+    steps: int
+    """The number of steps of the run."""
+    done: float
+    """The share of the decay that is done, 0 to 1. The decay takes the last `train.decay_steps`, or all steps after the
+    warm-up if the schedule does not read those."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The course of the learning rate after the warm-up."""
 
@@ -22,22 +37,19 @@ class Schedule:
     """Its part of the help text of `train.schedule`."""
     settings: frozenset[str]
     """The fields of `train` that this schedule reads and another one does not. The others refuse them."""
-    decay: Callable[[float, float, float], float]
-    """The learning rate, from the share of the decay that is done (0 to 1), the highest and the lowest rate.
-
-    The decay takes the last `train.decay_steps`, or all steps after the warm-up if the schedule does not read those.
-    """
+    decay: Callable[[Position, float, float], float]
+    """The learning rate, from the position, the highest and the lowest rate."""
 
 
-def _cosine(done: float, high: float, low: float) -> float:
-    return low + (high - low) * (1 + math.cos(math.pi * done)) / 2
+def _cosine(position: Position, high: float, low: float) -> float:
+    return low + (high - low) * (1 + math.cos(math.pi * position.done)) / 2
 
 
-def _line(done: float, high: float, low: float) -> float:
-    return (1 - done) * high + done * low
+def _line(position: Position, high: float, low: float) -> float:
+    return (1 - position.done) * high + position.done * low
 
 
-def _constant(done: float, high: float, low: float) -> float:
+def _constant(position: Position, high: float, low: float) -> float:
     return high
 
 
@@ -109,4 +121,4 @@ def learning_rate_at(train: TrainConfig, step: int, *, steps: int) -> float:
     last = steps - 1
     start = last - decay if decay else warmup
     done = min(1.0, max(0, step - start) / max(1, last - start))
-    return SCHEDULES[train.schedule].decay(done, high, low)
+    return SCHEDULES[train.schedule].decay(Position(step=step, warmup=warmup, steps=steps, done=done), high, low)

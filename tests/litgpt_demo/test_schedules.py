@@ -1,6 +1,7 @@
 """The learning rate of each schedule, step by step."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.schedules import SCHEDULES, learning_rate_at, schedule_problem, warmup_and_decay_steps
+from litgpt_demo.schedules import SCHEDULES, Position, learning_rate_at, schedule_problem, warmup_and_decay_steps
 
 PART = st.integers(0, 400) | st.floats(0.0, 0.5)
 
@@ -49,3 +50,17 @@ def test_learning_rate_rises_stays_and_falls_by_its_schedule(
             assert set(after) == {0.5}
     if "min_learning_rate" in settings and rest:
         assert rates[-1] == pytest.approx(bottom)
+
+
+def test_decay_gets_the_step_and_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An inverse square root, a schedule that a user may add, depends on both, and on no other step of the run."""
+
+    def inverse_square_root(position: Position, high: float, low: float) -> float:
+        assert position.steps == 100
+        return high * math.sqrt(position.warmup / position.step)
+
+    added = replace(SCHEDULES["constant"], decay=inverse_square_root)
+    monkeypatch.setitem(SCHEDULES, "constant", added)
+    train = TrainConfig(learning_rate=0.5, schedule="constant", warmup_steps=4, max_tokens=1)
+    rates = [learning_rate_at(train, step, steps=100) for step in (3, 4, 16, 64)]
+    assert rates == [0.5, 0.5, 0.25, 0.125]
