@@ -38,8 +38,9 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
         run, full_state = open_storage(f"{folder}/run"), f"{folder}/full-state"
         dataset = random_dataset(Path(folder, "dataset"), tokens=2**19)
         spec = TrainingSpec(
-            run="run", dataset=str(dataset), dataset_key="random", model=MODEL, train=TRAIN, steps=100_000, world_size=1
-        )
+            run="run", dataset=str(dataset), dataset_hash="random", model=MODEL, train=TRAIN, steps=100_000,
+            world_size=1,
+        )  # fmt: skip
         training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch_of(run, 0))
         model, optimizer = training.model.module, training.optimizer.optimizer
         results: list[SaveResult] = []

@@ -62,7 +62,7 @@ def train(folder: Path, side: str, model: str, length: int, settings: dict[str, 
     steps = WARM_UP + STEPS + 3  # the last ones are followed by an evaluation and a checkpoint
     settings = {"max_steps": steps, "warmup_steps": 2, "evaluation_samples": 4, "checkpoint_every": steps} | settings
     spec = TrainingSpec(
-        run="bench", dataset=str(folder / "dataset"), dataset_key="random", steps=steps, world_size=1,
+        run="bench", dataset=str(folder / "dataset"), dataset_hash="random", steps=steps, world_size=1,
         model=ModelConfig(name=model, sequence_length=length), train=TrainConfig.model_validate(settings),
     )  # fmt: skip
     run = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
@@ -81,7 +81,7 @@ def random_dataset(folder: Path, *, tokens: int) -> Path:
         return Split(documents=1, tokens=size, files=(FileRecord.of(storage.write(name, content)),))
 
     manifest = DatasetManifest(
-        format=2, name="random", key="random", corpus=None, filters=Filters(), dropped={}, bad_documents=0,
+        format=2, name="random", content_hash="random", corpus=None, filters=Filters(), dropped={}, bad_documents=0,
         bad_places=(), document_lengths=(), tokenizer_hash="", vocab_size=IDS, end_of_text=0, dtype="<u2",
         validation_fraction=0.01, split_seed=0, text_bytes=0, train=split("train.bin", tokens),
         validation=split("val.bin", 20_000), tokenizer=(),

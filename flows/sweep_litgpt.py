@@ -62,7 +62,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     works = dict(zip(map(str, first), runs, strict=True))
     await report_findings(partial(findings_of, config, works), artifact=sweep)
     watch = await asyncio.to_thread(CancelWatch, index, [sweep])
-    datasets = {run.dataset.key: run.dataset for run in runs}
+    datasets = {run.dataset.content_hash: run.dataset for run in runs}
     for dataset in datasets.values():
         await prepare_dataset(opaque(dataset), root=config.root, workers=config.dataset_workers)
     state = _Sweep(config, sweep, index, watch, plan)

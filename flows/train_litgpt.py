@@ -92,7 +92,7 @@ async def train_planned(run: Run) -> FinalManifest:
 async def prepare_dataset(config: RunConfig) -> DatasetManifest:
     """Convert a corpus to train.bin and val.bin with a manifest, unless they exist."""
     planned = await asyncio.to_thread(plan_dataset, config.data)
-    await name_flow_run(f"prepare-{planned.name}-{planned.key}")
+    await name_flow_run(f"prepare-{planned.name}-{planned.content_hash}")
     for finding in await asyncio.to_thread(lambda: list(warnings_of(planned))):
         emit(Note(what=str(finding), severity=finding.severity))
     return await dataset.prepare_dataset(opaque(planned), root=config.root, workers=config.dataset_workers)

@@ -846,7 +846,7 @@ class EvaluationConfig(Settings, title="Evaluation"):
 
 
 Orders: TypeAlias = tuple[tuple[str, int], ...]
-"""Orders of samples, each by the key of its dataset and `train.seed`."""
+"""Orders of samples, each by the content hash of its dataset and `train.seed`."""
 
 
 class InitialWeights(Settings):
@@ -881,7 +881,7 @@ class TrainingSpec(Settings):
     """Its name: `<name>-<run id>`."""
     dataset: str
     """Address of the finished dataset."""
-    dataset_key: str
+    dataset_hash: str
     model: ModelConfig
     train: TrainConfig
     steps: int = Field(gt=0)

@@ -76,7 +76,7 @@ async def _prepare(planned: PlannedDataset, root: str, workers: Workers) -> Data
 
 class PreparationProgress(ProgressReporter):
     def __init__(self, planned: PlannedDataset) -> None:
-        name = f"{planned.name}-{planned.key}"
+        name = f"{planned.name}-{planned.content_hash}"
         super().__init__(f"dataset-{name}", f"Preparation of {name}")
         self._now: Preparation | None = Preparation(phase="survey")
 
@@ -95,7 +95,7 @@ class PreparationProgress(ProgressReporter):
 
 @step_task("publish-dataset")
 async def publish_dataset(planned: PlannedDataset, manifest: DatasetManifest, *, seconds: float) -> None:
-    name, table = f"{planned.name}-{planned.key}", report.dataset_table(manifest, seconds=seconds)
+    name, table = f"{planned.name}-{planned.content_hash}", report.dataset_table(manifest, seconds=seconds)
     lengths = report.lengths_markdown(manifest)
     await acreate_table_artifact(table, key=f"dataset-figures-{name}", description="The dataset in figures")
     if lengths:

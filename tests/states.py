@@ -86,7 +86,7 @@ def settings_of(optimizer: Any) -> list[dict[str, Any]]:
 
 def manifest_of(number: int, loss: float | None = None, **changes: Any) -> CheckpointManifest:
     values = {
-        "format": 2, "run": "run", "step": number, "tokens": number * 100, "dataset_key": "key", "world_size": 1,
+        "format": 2, "run": "run", "step": number, "tokens": number * 100, "dataset_hash": "hash", "world_size": 1,
         "validation_loss": loss, "versions": {}, "files": (),
     }  # fmt: skip
     return CheckpointManifest.model_validate(values | changes)
@@ -125,9 +125,9 @@ def training_of(folder: Path, run: Storage | None = None) -> Training:
 def stepped_by_hand(folder: Path, fabric: Any, model: Any, optimizer: Any) -> Training:
     """A training without samples, of which only saving is asked."""
     spec = TrainingSpec(
-        run="run", dataset="none", dataset_key="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
+        run="run", dataset="none", dataset_hash="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
     )
-    nothing: dict[str, Any] = {"data": SimpleNamespace(manifest=SimpleNamespace(sample_keys=set())), "feed": None}
+    nothing: dict[str, Any] = {"data": SimpleNamespace(manifest=SimpleNamespace(sample_hashes=set())), "feed": None}
     run = open_storage(str(folder / "run"))
     return Training(
         spec=spec, fabric=fabric, model=model, optimizer=optimizer, run=run, scratch=folder / "scratch", **nothing

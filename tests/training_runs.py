@@ -87,8 +87,8 @@ def write_run(
     manifest: DatasetManifest = open_dataset(str(dataset))
     steps = settings.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length)
     spec = TrainingSpec(
-        run=folder.name, dataset=str(dataset), dataset_key=manifest.key, model=model, train=settings, steps=steps,
-        world_size=world_size, origin=origin,
+        run=folder.name, dataset=str(dataset), dataset_hash=manifest.content_hash, model=model, train=settings,
+        steps=steps, world_size=world_size, origin=origin,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))

@@ -343,22 +343,22 @@ def _blockers_of(
     place = "place", content_hash(config.root, config.platform, config.image)
     if place not in results:
         results[place] = preflight.check_place(config, platform, job)
-    corpus = "corpus", planned.key
+    corpus = "corpus", planned.content_hash
     if corpus not in results:
         results[corpus] = list(warnings_of(planned))  # reads the start of its texts
     findings = [*results[place], *results[corpus], *preflight.check_training(config, job, vocab_size=vocab_size)]
-    problem = replay_problem(run.origin, planned.sample_keys, config.train.seed)
+    problem = replay_problem(run.origin, planned.sample_hashes, config.train.seed)
     if problem:
         findings.append(Finding("error", "model.init_from.samples", *problem))
-    weights = "weights", content_hash(config.model, planned.key)
+    weights = "weights", content_hash(config.model, planned.content_hash)
     if weights not in results:  # in a process that takes seconds
         results[weights] = list(preflight.check_origin(run, dataset, vocab_size=vocab_size))
     findings += results[weights]
     prepared: preflight.DryRun = dataset
     if dataset is None:
-        if planned.key not in dry_runs:
-            dry_runs[planned.key] = preflight.dry_run_dataset(planned)
-        prepared = dry_runs[planned.key]
+        if planned.content_hash not in dry_runs:
+            dry_runs[planned.content_hash] = preflight.dry_run_dataset(planned)
+        prepared = dry_runs[planned.content_hash]
         workers = "workers", content_hash(config.dataset_workers)
         if workers not in results:  # a Dask scheduler is queried over the network
             results[workers] = preflight.check_workers(config.dataset_workers)

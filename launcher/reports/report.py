@@ -177,7 +177,7 @@ def dataset_facts(dataset: DatasetManifest) -> Pairs:
         ("Validation", f"{count_text(validation.tokens)} tokens in {count_text(validation.documents)} documents"),
         ("Vocabulary", f"{dataset.vocab_size:,} ids"),
         ("Bytes per token", shown("{:.2f}".format, density)),
-        ("Key", dataset.key),
+        ("Content hash", dataset.content_hash),
     ]
 
 
@@ -274,7 +274,7 @@ def places(report: RunReport) -> Pairs:
     found = [(name, f"{report.address}/{path}") for name, path in named.items()]
     root, runs, _ = report.address.rpartition("/runs/")
     if report.dataset and runs:
-        found.append(("Dataset", f"{root}/datasets/{report.dataset.name}-{report.dataset.key}"))
+        found.append(("Dataset", f"{root}/datasets/{report.dataset.name}-{report.dataset.content_hash}"))
     return found
 
 

@@ -397,8 +397,8 @@ def run_of_flow_run(config: RunConfig, flow_run: str | None) -> Run | None:
     if record is None:
         return None
     spec = read_document(open_storage(config.root).within(f"runs/{record.run}")).training
-    name = spec.dataset.rpartition("/")[2].removesuffix(f"-{spec.dataset_key}")
-    dataset = PlannedDataset(data=config.data, sources=(), tokenizer=None, name=name, key=spec.dataset_key)
+    name = spec.dataset.rpartition("/")[2].removesuffix(f"-{spec.dataset_hash}")
+    dataset = PlannedDataset(data=config.data, sources=(), tokenizer=None, name=name, content_hash=spec.dataset_hash)
     return Run(config=config, dataset=dataset, id=record.run_id, origin=spec.origin)
 
 

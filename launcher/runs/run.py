@@ -112,7 +112,7 @@ def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | 
     model: dict[str, JsonValue] = {"fields": fields, "length": config.model.sequence_length}
     if origin is not None:
         model["origin"] = origin.content_hash
-    run_id = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.key, model, dict(train))
+    run_id = UNKNOWN if dataset.unknown else content_hash(FORMAT, dataset.content_hash, model, dict(train))
     return Run(config=config, dataset=dataset, id=run_id, origin=origin)
 
 
@@ -133,7 +133,7 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     return TrainingSpec(
         run=run.name,
         dataset=run.root.address(run.dataset.path),
-        dataset_key=dataset.key,
+        dataset_hash=dataset.content_hash,
         model=config.model,
         train=config.train,
         steps=steps,

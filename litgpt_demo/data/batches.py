@@ -1,4 +1,4 @@
-"""The tokens of each step: a pure function of (dataset key, seed, step).
+"""The tokens of each step: a pure function of (content hash, seed, step).
 
 A run's samples have positions from 0. For a mixture, a cycle of MIXTURE_CYCLE sources, repeated, assigns a source to
 each position, so any MIXTURE_CYCLE in a row have the same number of each. Each source has an order of its own.
@@ -172,7 +172,8 @@ def sample_ids_at(dataset: TokenDataset, positions: Positions, *, seed: int) -> 
     epochs, offsets = np.divmod(positions, np.uint64(len(dataset)))
     for epoch in np.unique(epochs):
         selected = epochs == epoch
-        sample_ids[selected] = feistel_permutation(offsets[selected], len(dataset), f"{dataset.key}/{seed}/{epoch}")
+        order = f"{dataset.content_hash}/{seed}/{epoch}"
+        sample_ids[selected] = feistel_permutation(offsets[selected], len(dataset), order)
     return sample_ids
 
 

@@ -47,7 +47,7 @@ class CorpusKind(ABC, Generic[CorpusSettings]):
         """Return the files in their one order; selected paths that cannot be read are appended to `skipped_paths`."""
 
     def identity(self, files: Sequence[Source]) -> JsonValue:
-        """Return what a dataset's key hashes: settings that decide the text, files by name and content."""
+        """Return what a dataset's content hash covers: settings that decide the text, files by name and content."""
         settings = self.corpus.model_dump(mode="json", include={"max_bytes", "format", "column", "separator"})
         return {"settings": settings, "files": [[file.name, file.size, file.version] for file in files]}
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 UNKNOWN = "unknown"
-"""Replaces a key while the Hub or a bucket does not answer. No key reads so: keys are hexadecimal."""
+"""Replaces a hash while the Hub or a bucket does not answer. No hash is equal to it: hashes are hexadecimal."""
 
 FORMAT = 2
-"""Part of every dataset's key: raise it when the same inputs mean other bytes."""
+"""Part of every dataset's content hash: raise it when the same inputs mean other bytes."""
 
-_HASHED_APART = {"corpus", "tokenizer", "mixture", "stages"}  # fields of DataConfig that enter a key in their own ways
+_HASHED_APART = {"corpus", "tokenizer", "mixture", "stages"}  # fields of DataConfig that are hashed in their own ways
 _BLOCK = 16 << 20  # bytes read at a time to verify, by each of _READERS
 _READERS = 4
 _HEAD = 4096  # first bytes of a file that show what it is
@@ -78,7 +78,7 @@ class DatasetManifest(Settings):
 
     format: int
     name: str
-    key: str
+    content_hash: str
     corpus: JsonValue
     """Settings, and every source file with its size and version."""
     filters: Filters
@@ -109,22 +109,22 @@ class DatasetManifest(Settings):
         return self.train.files + self.validation.files + self.tokenizer
 
     def ingredients(self, address: str) -> list[str]:
-        """Return the addresses of the datasets that it mixes; a DataError if its key was not made of those."""
+        """Return the addresses of the datasets that it mixes; a DataError if its content hash is not of those."""
         if self.mixture is None:
             return []
         names, fix = [source.dataset for source in self.mixture.sources], "remove that folder and prepare it again"
         for name in names:
             if slug(name, len(name)) != name:
                 raise DataError(f"{address} mixes {name!r}, which is not the name of a dataset next to it", fix=fix)
-        if self.key != mixture_key([name.rpartition("-")[2] for name in names], self.mixture.schedule):
-            raise DataError(f"{address} mixes {', '.join(names)}, and its key is that of other sources", fix=fix)
+        if self.content_hash != mixture_hash([name.rpartition("-")[2] for name in names], self.mixture.schedule):
+            raise DataError(f"{address} mixes {', '.join(names)}, but its content hash is of other sources", fix=fix)
         return [f"{address.rpartition('/')[0]}/{name}" for name in names]
 
     @property
-    def sample_keys(self) -> set[str]:
-        """Return the keys that decide the order of samples: the dataset's own, or those of the datasets it mixes."""
+    def sample_hashes(self) -> set[str]:
+        """Return the hashes that decide the order of samples: the dataset's own, or those of the datasets it mixes."""
         mixed = self.mixture.sources if self.mixture else ()
-        return {source.dataset.rpartition("-")[2] for source in mixed} or {self.key}
+        return {source.dataset.rpartition("-")[2] for source in mixed} or {self.content_hash}
 
     @property
     def external_files(self) -> tuple[FileRecord, ...]:
@@ -144,8 +144,8 @@ class DatasetManifest(Settings):
         return self.train.tokens + self.validation.tokens
 
 
-def mixture_key(keys: Sequence[str], schedule: Sequence[tuple[float, tuple[int, ...]]]) -> str:
-    return content_hash(FORMAT, [*keys], [[after, *shares] for after, shares in schedule])
+def mixture_hash(hashes: Sequence[str], schedule: Sequence[tuple[float, tuple[int, ...]]]) -> str:
+    return content_hash(FORMAT, [*hashes], [[after, *shares] for after, shares in schedule])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,9 @@ class PlannedDataset:
     tokenizer: TokenizerFiles | None
     """None where it is to be trained on the corpus."""
     name: str
-    key: str
+    content_hash: str
     unknown: str = ""
-    """The reason why the key is UNKNOWN. Such a dataset can be shown, and never be made."""
+    """The reason why the hash is UNKNOWN. Such a dataset can be shown, and never be made."""
     skipped_paths: tuple[str, ...] = ()
     """Paths that the corpus selects and that cannot be read, or would be read twice: a sentence each."""
 
@@ -168,25 +168,25 @@ class PlannedDataset:
     @property
     def path(self) -> str:
         """Below the root."""
-        return f"datasets/{self.name}-{self.key}"
+        return f"datasets/{self.name}-{self.content_hash}"
 
     @property
-    def sample_keys(self) -> set[str]:
-        return {part.key for part in self.parts or (self,)}
+    def sample_hashes(self) -> set[str]:
+        return {part.content_hash for part in self.parts or (self,)}
 
 
 def plan_dataset(data: DataConfig) -> PlannedDataset:
     """Return the dataset that the settings make; reads files only for their checksums."""
     if data.mixture:
         parts = tuple(map(plan_dataset, data.parts))
-        if len({part.key for part in parts}) < len(parts):
+        if len({part.content_hash for part in parts}) < len(parts):
             raise UserError("data.mixture has two sources that are one dataset; add their weights up")
         return PlannedDataset(
             data=data,
             sources=tuple(source for part in parts for source in part.sources),
             tokenizer=parts[0].tokenizer,
             name=data.label,
-            key=mixture_key([part.key for part in parts], data.schedule),
+            content_hash=mixture_hash([part.content_hash for part in parts], data.schedule),
             skipped_paths=tuple(path for part in parts for path in part.skipped_paths),
             parts=parts,
         )
@@ -206,17 +206,19 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
         sources=tuple(files),
         tokenizer=tokenizer,
         name=data.corpus.label,
-        key=content_hash(FORMAT, kind.identity(files), identity, settings, unicode),
+        content_hash=content_hash(FORMAT, kind.identity(files), identity, settings, unicode),
         skipped_paths=tuple(skipped_paths),
     )
 
 
 def preview_dataset(data: DataConfig) -> PlannedDataset:
-    """Plan the dataset; its key is UNKNOWN where the Hub or a bucket does not answer."""
+    """Plan the dataset; its content hash is UNKNOWN where the Hub or a bucket does not answer."""
     try:
         return plan_dataset(data)
     except (Unreachable, NetworkError) as error:
-        return PlannedDataset(data=data, sources=(), tokenizer=None, name=data.label, key=UNKNOWN, unknown=str(error))
+        return PlannedDataset(
+            data=data, sources=(), tokenizer=None, name=data.label, content_hash=UNKNOWN, unknown=str(error)
+        )
 
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
@@ -296,8 +298,8 @@ class TokenDataset:
     files: Sequence[npt.NDArray[np.uint16] | npt.NDArray[np.uint32]]
     """The split's tokens, to be read as one; a sample may begin in one file and end in the next."""
     length: int
-    key: str = ""
-    """The dataset's key, which with a run's seed decides the order of the samples."""
+    content_hash: str = ""
+    """The dataset's content hash, which with a run's seed decides the order of the samples."""
 
     def __len__(self) -> int:
         return max(0, (sum(map(len, self.files)) - 1) // self.length)
@@ -329,7 +331,7 @@ def open_split(folder: Path, manifest: DatasetManifest, split: Split, *, length:
     paths = [folder / root / record.path for record in split.files]
     require_sample(split.tokens, length=length, where=str(paths[0]))
     files = [np.memmap(path, dtype=manifest.dtype, mode="r") for path in paths]
-    return TokenDataset(files=files, length=length, key=manifest.key)
+    return TokenDataset(files=files, length=length, content_hash=manifest.content_hash)
 
 
 class FileScan(NamedTuple):

@@ -190,7 +190,7 @@ def _manifest(planned: PlannedDataset, tokenizer: StoredTokenizer, **own: Any) -
     fields: dict[str, Any] = {
         "format": dataset.FORMAT,
         "name": planned.name,
-        "key": planned.key,
+        "content_hash": planned.content_hash,
         "filters": planned.data.filters,
         "validation_fraction": planned.data.validation_fraction,
         "split_seed": planned.data.split_seed,
@@ -219,7 +219,7 @@ def _mix(planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, rep
         sources.append(
             Ingredient(
                 name=source.label,
-                dataset=f"{manifest.name}-{manifest.key}",
+                dataset=f"{manifest.name}-{manifest.content_hash}",
                 train=manifest.train.tokens,
                 validation=manifest.validation.tokens,
                 text_bytes=manifest.text_bytes,

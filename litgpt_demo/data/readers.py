@@ -53,11 +53,11 @@ class Source:
     """As shown: local path, `gs://bucket/object`, or `hf://datasets/owner/name@commit/path`."""
     name: str
     """The same wherever the corpus is: the path below the library's folder, below the part of a pattern that has no
-    wildcard, or in the repository. Part of the dataset's key."""
+    wildcard, or in the repository. Part of the dataset's content hash."""
     size: int
     """Bytes as stored, compressed if the file is."""
     version: str
-    """`crc32c:…`, `sha256:…` or `git:…` (a blob's id): differs when the content does. Part of the dataset's key."""
+    """`crc32c:…`, `sha256:…` or `git:…` (a blob's id): differs when the content does. Part of the content hash."""
     file: Path | None = None
     """The path of a local one. Bytes of it that are not UTF-8 are escaped (`\\xe9`) in address and name."""
 

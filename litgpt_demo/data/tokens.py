@@ -279,7 +279,7 @@ class Encoder:
 
 
 def tokenizer_identity(settings: Tokenizer) -> tuple[dict[str, Any], TokenizerFiles | None]:
-    """Return the tokenizer's part in a dataset's key, and the tokenizer itself unless it is still to be trained."""
+    """Return the tokenizer's part in a dataset's content hash, and the tokenizer itself unless it must be trained."""
     if isinstance(settings, TrainedTokenizer):
         return settings.model_dump(mode="json") | {"longest_word": _LONGEST_WORD}, None
     tokenizer = load_tokenizer(settings)

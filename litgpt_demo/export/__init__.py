@@ -57,7 +57,7 @@ class FinalManifest(Settings):
     complete: bool = True
     """True if the run ends with this step; a model may be collected on the way."""
     parameters: int
-    dataset_key: str
+    dataset_hash: str
     validation_loss: float
     """Nats per token, of the model loaded back from final/litgpt, in float32."""
     perplexity: float

@@ -66,7 +66,7 @@ def write_card(
             **checkpoint.model_dump(include={"world_size", "versions", "files"}, exclude_none=True),
         },
         "dataset": {
-            "key": dataset.key,
+            "content_hash": dataset.content_hash,
             "address": spec.dataset,
             "name": dataset.name,
             "corpus": dataset.corpus,
@@ -135,7 +135,7 @@ def _card(
             ("Tokens seen", f"{final.tokens:,} ({final.tokens / max(1, dataset.train.tokens):.2f} passes)"),
             ("Vocabulary", f"{dataset.vocab_size:,} ids"),
             ("Before a text", f"{' '.join(final.prefix) or 'no token'}, as in training: the tokenizer puts it there"),
-            ("Dataset key", dataset.key),
+            ("Content hash", dataset.content_hash),
         ),
         "## Training",
         _table(

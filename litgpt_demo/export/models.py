@@ -167,8 +167,8 @@ def make(
 ) -> FinalManifest:  # fmt: skip
     """Make and prove the models in `scratch`; return the manifest without files. `address` is the checkpoint's own."""
     dataset = open_dataset(spec.dataset)
-    if dataset.key != spec.dataset_key:
-        what = f"{spec.dataset} is the dataset {dataset.key}, this run was trained on {spec.dataset_key}"
+    if dataset.content_hash != spec.dataset_hash:
+        what = f"{spec.dataset} is the dataset {dataset.content_hash}, this run was trained on {spec.dataset_hash}"
         raise DataError(what, fix="put that back")
     folder = stage(spec.dataset, scratch / "dataset", train=False)
     dataset = open_dataset(str(folder))

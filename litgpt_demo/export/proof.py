@@ -179,7 +179,7 @@ def opened_by_litgpt(
         tokens=checkpoint.tokens,
         complete=reached_end(checkpoint, spec),
         parameters=parameters,
-        dataset_key=checkpoint.dataset_key,
+        dataset_hash=checkpoint.dataset_hash,
         validation_loss=loss,
         perplexity=perplexity(loss),
         validation_windows=sum(map(len, losses)),

@@ -31,7 +31,7 @@ class CheckpointManifest(Settings):
     tokens: int
     seconds: float = 0.0
     """Training time that led here, over all attempts."""
-    dataset_key: str
+    dataset_hash: str
     trained_on: Orders = ()
     """The orders of samples that its weights have seen: the run's own, and those of the weights it started from."""
     config: dict[str, JsonValue] = Field({})
@@ -111,8 +111,8 @@ def _problems(storage: Storage, records: Iterable[FileRecord]) -> list[str]:
 def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec) -> None:
     """Refuse a checkpoint of another model or dataset: a training resumes from its own."""
     address, fix = run.address(folder_of(manifest.step)), "give the run another name or root"
-    if manifest.dataset_key != spec.dataset_key:
-        what = f"{address} was trained on dataset {manifest.dataset_key}, this run is on {spec.dataset_key}"
+    if manifest.dataset_hash != spec.dataset_hash:
+        what = f"{address} was trained on dataset {manifest.dataset_hash}, this run is on {spec.dataset_hash}"
         raise DataError(what, fix=fix)
     # The address of the weights that it starts from does not matter: the run's id has their checksums.
     stored, expected = manifest.config.get("model"), spec.model.model_dump(mode="json", exclude={"init_from"})

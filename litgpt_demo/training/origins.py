@@ -207,11 +207,11 @@ def fetch_initial_weights(
     return copy
 
 
-def replay_problem(origin: InitialWeights | None, keys: set[str], seed: int) -> tuple[str, str] | None:
+def replay_problem(origin: InitialWeights | None, hashes: set[str], seed: int) -> tuple[str, str] | None:
     """Return a problem and its fix if a training would repeat samples in the order that its weights have seen."""
     if origin is None or not origin.optimizer:
         return None
-    repeated = sorted(key for key, order_seed in origin.trained_on if key in keys and order_seed == seed)
+    repeated = sorted(dataset for dataset, order_seed in origin.trained_on if dataset in hashes and order_seed == seed)
     if not repeated:
         return None
     samples = f"with train.seed={seed} the samples of dataset {', '.join(repeated)}"
@@ -234,7 +234,7 @@ def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: 
                 fix = "name it within its run, as RUN/checkpoints/step-…"
                 return f"{origin.address} is outside its run, so its tokenizer is unknown", fix
             source = read_spec(open_storage(run)).dataset
-            if open_dataset(source).key == planned.key:
+            if open_dataset(source).content_hash == planned.content_hash:
                 return None
             folder = f"{source}/tokenizer"
         weights_tokenizer = open_storage(folder).read(_TOKENIZER)

@@ -164,14 +164,14 @@ class Saver:
         self, step: int, validation_loss: float | None, seconds: float, records: Sequence[Sequence[FileRecord]]
     ) -> int:
         spec, train = self._training.spec, self._training.spec.train
-        own = {(key, train.seed) for key in self._training.data.manifest.sample_keys}
+        own = {(content_hash, train.seed) for content_hash in self._training.data.manifest.sample_hashes}
         earlier = spec.origin.trained_on if spec.origin else ()
         manifest = CheckpointManifest(
             format=checkpoints.FORMAT,
             run=spec.run,
             step=step,
             tokens=step * train.global_batch * spec.model.sequence_length,
-            dataset_key=spec.dataset_key,
+            dataset_hash=spec.dataset_hash,
             trained_on=tuple(sorted({*own, *earlier})),
             config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},
             validation_loss=validation_loss,

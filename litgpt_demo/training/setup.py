@@ -105,8 +105,8 @@ class Data:
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
     manifest = open_dataset(str(folder))
-    if manifest.key != spec.dataset_key:
-        what = f"{folder} is the dataset {manifest.key}, this run was made for {spec.dataset_key}"
+    if manifest.content_hash != spec.dataset_hash:
+        what = f"{folder} is the dataset {manifest.content_hash}, this run was made for {spec.dataset_hash}"
         raise DataError(what, fix="stage that one")
     opened = partial(open_samples, spec, folder, manifest)
     return Data(manifest=manifest, train=opened("train"), validation=opened("validation"))

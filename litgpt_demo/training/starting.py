@@ -53,7 +53,7 @@ _MOST_NAMED = 3  # tensors that do not fit
 
 def start_from(training: Training, origin: InitialWeights) -> None:
     """Read the weights into the model on every rank, and the optimizer's state if it is wanted."""
-    problem = replay_problem(origin, training.data.manifest.sample_keys, training.spec.train.seed)
+    problem = replay_problem(origin, training.data.manifest.sample_hashes, training.spec.train.seed)
     if problem is not None:
         raise UserError(problem[0], fix=problem[1])
     ranks, local_rank, storage = training.ranks, training.fabric.local_rank, open_storage(origin.address)

@@ -234,7 +234,7 @@ def test_a_trial_collected_on_the_way_is_trained_to_its_end(
 def collected_model(*, complete: bool) -> FinalManifest:
     """The manifest of a model without files."""
     return FinalManifest(
-        run="tiny", step=4, tokens=1, complete=complete, parameters=1, dataset_key="d", validation_loss=1.0,
+        run="tiny", step=4, tokens=1, complete=complete, parameters=1, dataset_hash="d", validation_loss=1.0,
         perplexity=2.7, validation_windows=1, logits_difference=0.0, logits_tolerance=0.1, huggingface=None,
         prompt="", sample="", files=(),
     )  # fmt: skip

@@ -70,7 +70,7 @@ def test_pipeline_makes_models_with_card_sbom_and_lineage(trained: Any) -> None:
 
 def test_prefect_shows_dataset_progress_loss_curve_and_report(trained: Any) -> None:
     run = plan_run(trained.config)
-    dataset = f"{run.dataset.name}-{run.dataset.key}"
+    dataset = f"{run.dataset.name}-{run.dataset.content_hash}"
     assert artifact(f"dataset-{dataset}") == artifact(f"progress-{run.name}") == 100
     assert "Training: tokens" in artifact(f"dataset-figures-{dataset}")
     assert "xychart-beta" in artifact(f"dataset-lengths-{dataset}")

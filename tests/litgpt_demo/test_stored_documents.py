@@ -15,7 +15,7 @@ from litgpt_demo.runs import RunDocument, read_document, read_spec, write_docume
 from litgpt_demo.storage import Storage, open_storage
 
 SPEC = TrainingSpec(
-    run="gpt-0123456789", dataset="gs://bucket/datasets/d-1", dataset_key="0123456789", model=ModelConfig(),
+    run="gpt-0123456789", dataset="gs://bucket/datasets/d-1", dataset_hash="0123456789", model=ModelConfig(),
     train=TrainConfig(), steps=12, world_size=2,
 )  # fmt: skip
 DOCUMENT = RunDocument(run={"name": "gpt", "root": "out"}, training=SPEC, software={"image": "local"})

@@ -161,7 +161,7 @@ def test_scores_go_on_the_card_of_the_newest_manifest(run: Storage, monkeypatch:
     proof = HuggingFaceProof(architecture="A", attention="sdpa", logits_difference=0.0, tokens=1, sample="")
     card = FileRecord.of(run.within("final").write("MODEL_CARD.md", b"# gpt\n\n## Use\n"))
     final = FinalManifest(
-        run="gpt", step=8, tokens=1, parameters=1, dataset_key="d", validation_loss=1.0, perplexity=2.7,
+        run="gpt", step=8, tokens=1, parameters=1, dataset_hash="d", validation_loss=1.0, perplexity=2.7,
         validation_windows=1, logits_difference=0.0, logits_tolerance=0.1, huggingface=proof, prompt="", sample="",
         files=(card,),
     )  # fmt: skip

@@ -115,7 +115,7 @@ class Saving(Fated):
         stored = [self._run.write(f"{folder}/{name}", b"weights") for name in (checkpoints.INDEX, "0.distcp")]
         files = tuple(FileRecord.of(path, relative_to=folder) for path in stored)
         manifest = checkpoints.CheckpointManifest(
-            format=2, run="demo", step=step, tokens=0, dataset_key="k", validation_loss=None, world_size=2,
+            format=2, run="demo", step=step, tokens=0, dataset_hash="k", validation_loss=None, world_size=2,
             versions={}, files=files,
         )  # fmt: skip
         checkpoints.commit(self._run, manifest)

@@ -43,14 +43,14 @@ def would(config: RunConfig) -> dict[str, str]:
 
 def checkpoint(step: int) -> CheckpointManifest:
     return CheckpointManifest(
-        format=1, run="run", step=step, tokens=step * 128, dataset_key="key", validation_loss=None, world_size=1,
+        format=1, run="run", step=step, tokens=step * 128, dataset_hash="hash", validation_loss=None, world_size=1,
         versions={}, files=(),
     )  # fmt: skip
 
 
 def commit_checkpoint(config: RunConfig, step: int) -> None:
     run = plan_run(config)
-    manifest = checkpoint(step).model_copy(update={"run": run.name, "dataset_key": run.dataset.key})
+    manifest = checkpoint(step).model_copy(update={"run": run.name, "dataset_hash": run.dataset.content_hash})
     write_manifest(run.storage.within(folder_of(step)), manifest)
 
 
@@ -119,7 +119,7 @@ def test_plan_continues_a_run_until_its_model_is_collected(tiny: Tiny) -> None:
     assert would(config)["training"] == "nothing: done, 8 steps"
     run = plan_run(config)
     final = FinalManifest(
-        run=run.name, step=8, tokens=1024, parameters=1, dataset_key=run.dataset.key, validation_loss=2.5,
+        run=run.name, step=8, tokens=1024, parameters=1, dataset_hash=run.dataset.content_hash, validation_loss=2.5,
         perplexity=12.2, validation_windows=1, logits_difference=0.0, logits_tolerance=1e-4, huggingface=None,
         prompt="", sample="", files=(),
     )  # fmt: skip

@@ -50,8 +50,8 @@ def training(steps: int = 40) -> list[dict[str, Any]]:
 
 def dataset(**changes: Any) -> DatasetManifest:
     values = {
-        "name": "stdlib", "key": "0123456789", "vocab_size": 4096, "document_lengths": (), "text_bytes": 4_000_000,
-        "train": Split(documents=990, tokens=990_000, files=FILES),
+        "name": "stdlib", "content_hash": "0123456789", "vocab_size": 4096, "document_lengths": (),
+        "text_bytes": 4_000_000, "train": Split(documents=990, tokens=990_000, files=FILES),
         "validation": Split(documents=10, tokens=10_000, files=FILES),
     }  # fmt: skip
     return DatasetManifest.model_construct(**{**values, **changes})

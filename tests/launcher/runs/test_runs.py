@@ -91,7 +91,7 @@ def test_checkpoint_too_small_for_the_model_is_no_progress(tmp_path: Path) -> No
     training, folder = run(tmp_path), checkpoints.folder_of(8)
     stored = [training.storage.write(f"{folder}/{name}", b"x") for name in (checkpoints.INDEX, "__0_0.distcp")]
     manifest = checkpoints.CheckpointManifest(
-        format=2, run=training.name, step=8, tokens=0, dataset_key="k", validation_loss=None, world_size=1,
+        format=2, run=training.name, step=8, tokens=0, dataset_hash="k", validation_loss=None, world_size=1,
         versions={}, files=tuple(FileRecord.of(path, relative_to=folder) for path in stored),
     )  # fmt: skip
     checkpoints.commit(training.storage, manifest)

@@ -19,8 +19,8 @@ from litgpt_demo.data.batches import (
 from litgpt_demo.data.dataset import TokenDataset
 
 
-def batch(step: int, size: int, *, samples: int, key: str = "k", seed: int = 1) -> SampleIds:
-    dataset = TokenDataset(files=[np.empty(samples + 1, dtype=np.uint16)], length=1, key=key)
+def batch(step: int, size: int, *, samples: int, content_hash: str = "k", seed: int = 1) -> SampleIds:
+    dataset = TokenDataset(files=[np.empty(samples + 1, dtype=np.uint16)], length=1, content_hash=content_hash)
     return sample_ids_at(dataset, global_positions(step, size), seed=seed)
 
 
@@ -39,8 +39,8 @@ def test_order_of_samples_is_pinned_by_dataset_seed_and_epoch() -> None:
     order = [9, 6, 5, 7, 3, 2, 1, 8, 0, 4]
     assert feistel_permutation(np.arange(10, dtype=np.uint64), 10, "key/1337/0").tolist() == order
     orders = {
-        tuple(batch(step, 500, samples=500, key=key, seed=seed).tolist())
-        for key, seed, step in (("key", 1, 0), ("other", 1, 0), ("key", 2, 0), ("key", 1, 1))
+        tuple(batch(step, 500, samples=500, content_hash=content_hash, seed=seed).tolist())
+        for content_hash, seed, step in (("hash", 1, 0), ("other", 1, 0), ("hash", 2, 0), ("hash", 1, 1))
     }
     assert len(orders) == 4
 
@@ -59,7 +59,7 @@ def test_first_steps_of_a_run_are_its_first_epoch(batches: int, global_batch: in
     """The first step has the first samples in their order: none is left out, whatever step a resume begins with."""
     train = TrainConfig(global_batch=global_batch, micro_batch=1, seed=3)
     spec = TrainingSpec.model_construct(train=train)
-    dataset = TokenDataset(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, key="k")
+    dataset = TokenDataset(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, content_hash="k")
     seen = np.concatenate([sample_ids_for_step(spec, dataset, step) for step in range(batches)]).tolist()
     assert seen == feistel_permutation(np.arange(len(dataset), dtype=np.uint64), len(dataset), "k/3/0").tolist()
 

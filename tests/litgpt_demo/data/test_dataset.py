@@ -1,4 +1,4 @@
-"""Datasets by their inputs: which key they have, when they are done, and what is wrong with one that was damaged."""
+"""Datasets by their inputs: which hash they have, when they are done, and what is wrong with one that was damaged."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ from litgpt_demo.errors import DataError
 from litgpt_demo.storage import open_storage
 
 
-def test_dataset_key_has_the_settings_that_decide_the_bytes(
+def test_dataset_hash_has_the_settings_that_decide_the_bytes(
     tmp_path: Path,
 ) -> None:
     """The folder of a tokenizer does not."""
@@ -29,21 +29,21 @@ def test_dataset_key_has_the_settings_that_decide_the_bytes(
     first, same, larger = ({"tokenizer": {"kind": "file", "path": str(path)}} for path in places)
     changes += [first, larger, {"tokenizer": {"kind": "train", "vocab_size": 301}}]
     changes += [{"corpus": {**corpus, "separator": "\n"}}, {"corpus": {**corpus, "max_bytes": 500}}]
-    assert len({plan_dataset(settings_for(folder, **change)).key for change in changes}) == len(changes)
-    assert plan_dataset(settings_for(folder, **first)).key == plan_dataset(settings_for(folder, **same)).key
+    assert len({plan_dataset(settings_for(folder, **change)).content_hash for change in changes}) == len(changes)
+    assert plan_dataset(settings_for(folder, **first)).path == plan_dataset(settings_for(folder, **same)).path
     planned = plan_dataset(settings_for(folder))
-    assert planned.path == f"datasets/corpus-{planned.key}"
+    assert planned.path == f"datasets/corpus-{planned.content_hash}"
     for pattern in ("*.txt", "**/*.txt", "[ab].txt", "?.txt"):
         assert plan_dataset(settings_for(folder, [f"{folder}/{pattern}"])).path == planned.path, "one dataset"
 
 
-def test_dataset_key_is_pinned(tmp_path: Path) -> None:
+def test_dataset_hash_is_pinned(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello")
-    for policy, key in (("fail", "35f82f1f96"), ("skip", "b698c8f0bb")):
+    for policy, expected in (("fail", "35f82f1f96"), ("skip", "b698c8f0bb")):
         settings = {"corpus": {"kind": "files", "paths": [str(tmp_path)]}, "on_bad_document": policy}
-        assert plan_dataset(DataConfig.model_validate(settings)).key == key
-        limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).key
-        assert (limited == key) == (policy == "fail"), "where long documents are left out, the limit decides the bytes"
+        assert plan_dataset(DataConfig.model_validate(settings)).content_hash == expected
+        limited = plan_dataset(DataConfig.model_validate({**settings, "max_document_bytes": 1000})).content_hash
+        assert (limited == expected) == (policy == "fail"), "the limit decides the bytes where it leaves documents out"
 
 
 UNIX, WINDOWS, TYPED = "\n\n", "\r\n\r\n", r"\n\n"

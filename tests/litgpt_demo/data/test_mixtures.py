@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, batches that depend on key, seed and step alone, and each source a dataset of its own."""
+"""Mixtures: exact shares, batches that depend only on hash, seed and step, and each source a dataset of its own."""
 
 import re
 import shutil
@@ -75,7 +75,7 @@ def test_any_thousand_samples_of_a_stage_have_its_shares(
 
 def test_epoch_of_a_source_has_each_of_its_samples_once() -> None:
     tokens: list[Any] = [np.arange(start, start + size, dtype=np.uint16) for start, size in ((0, 41), (500, 13))]
-    parts = [TokenDataset(files=[ids], length=4, key=key) for ids, key in zip(tokens, "kl", strict=True)]
+    parts = [TokenDataset(files=[ids], length=4, content_hash=name) for ids, name in zip(tokens, "kl", strict=True)]
     schedule = MixtureSchedule([(0.0, largest_remainder([3, 1])), (0.5, largest_remainder([0, 1]))], samples=4000)
     mixed = MixtureDataset(names=["a", "b"], parts=parts, schedule=schedule, length=4)
     numbers = sample_ids_at(mixed, np.arange(4000, dtype=np.uint64), seed=1)
@@ -173,14 +173,14 @@ def test_sources_of_a_mixture_are_datasets_staged_with_it(root: str, tmp_path: P
     data = mixture(tmp_path, place)
     planned = plan_dataset(data)
     for part in planned.parts:
-        assert plan_dataset(part.data).key == part.key
+        assert plan_dataset(part.data).content_hash == part.content_hash
     alone = prepare(planned.parts[1], storage)
     manifest = prepare(planned, storage)
     assert finished_dataset(storage, planned) == manifest == verify_dataset(storage.address(planned.path))
     assert manifest.mixture is not None
     assert [source.name for source in manifest.mixture.sources] == ["ids", "prose"]
-    assert planned.sample_keys == manifest.sample_keys == {part.key for part in planned.parts}
-    assert alone.sample_keys == planned.parts[1].sample_keys == {alone.key}
+    assert planned.sample_hashes == manifest.sample_hashes == {part.content_hash for part in planned.parts}
+    assert alone.sample_hashes == planned.parts[1].sample_hashes == {alone.content_hash}
     assert manifest.train.tokens == 3000 + alone.train.tokens
     folder = stage(storage.address(planned.path), tmp_path / "scratch")
     for address in open_dataset(str(folder)).ingredients(str(folder)):
@@ -188,11 +188,11 @@ def test_sources_of_a_mixture_are_datasets_staged_with_it(root: str, tmp_path: P
     same, changed = (
         plan_dataset(data.model_copy(update={"mixture": tuple(
             source.model_copy(update={"weight": weight}) for source, weight in zip(data.mixture, weights, strict=True)
-        )})).key
+        )})).content_hash
         for weights in ((6, 2), (2, 6))
     )  # fmt: skip
-    assert (same == planned.key, changed == planned.key) == (True, False)
-    assert plan_dataset(mixture(tmp_path, place, stages=STAGES)).key != planned.key
+    assert (same == planned.content_hash, changed == planned.content_hash) == (True, False)
+    assert plan_dataset(mixture(tmp_path, place, stages=STAGES)).content_hash != planned.content_hash
     storage.remove(planned.parts[1].path)
     with pytest.raises(DataError, match=r"mixes .*texts-\w+, which is gone"):
         finished_dataset(storage, planned)
@@ -213,8 +213,8 @@ def test_manifest_that_mixes_other_datasets_is_refused(mixed: Path, tmp_path: Pa
     for read in (verify_dataset, lambda address: stage(address, tmp_path / "scratch")):
         with pytest.raises(DataError, match=rf"{folder} mixes .*{re.escape(first.dataset)}.*prepare it again"):
             read(str(folder))
-    label, _, key = folder.name.rpartition("-")
-    planned = dataset.PlannedDataset(data=DataConfig(), sources=(), tokenizer=None, name=label, key=key)
+    label, _, hashed = folder.name.rpartition("-")
+    planned = dataset.PlannedDataset(data=DataConfig(), sources=(), tokenizer=None, name=label, content_hash=hashed)
     with pytest.raises(DataError, match=re.escape(first.dataset)):
         finished_dataset(open_storage(str(tmp_path)), planned)
 

@@ -273,6 +273,6 @@ def test_manifest_names_the_first_bad_documents(tmp_path: Path, tokenizer: Token
 def test_openwebtext_with_other_totals_is_an_error(dataset: tuple[DatasetManifest, Path]) -> None:
     manifest = dataset[0].model_copy(update={"vocab_size": 50257, "end_of_text": 50256})
     data = DataConfig.model_validate({"corpus": {"kind": "openwebtext"}})
-    planned = PlannedDataset(data=data, sources=(), tokenizer=None, name="openwebtext", key="k")
+    planned = PlannedDataset(data=data, sources=(), tokenizer=None, name="openwebtext", content_hash="k")
     with pytest.raises(DataError, match="'train': 9035582198"):
         check_totals(planned, manifest)

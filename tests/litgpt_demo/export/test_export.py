@@ -103,7 +103,7 @@ def test_the_collected_model_is_equal_in_both_libraries(
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, llm.model(ids), rtol=1e-5, atol=1e-5)
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id
-    assert (manifest.step, manifest.tokens, manifest.dataset_key) == (12, 12 * 8 * 32, tiny_dataset.name[-10:])
+    assert (manifest.step, manifest.tokens, manifest.dataset_hash) == (12, 12 * 8 * 32, tiny_dataset.name[-10:])
     assert (manifest.complete, manifest.logits_difference, manifest.findings) == (True, 0, ())
     assert manifest.huggingface.architecture == "GPTNeoXForCausalLM"
     assert manifest.huggingface.logits_difference < manifest.logits_tolerance < 0.01
@@ -242,7 +242,8 @@ def test_lineage_and_card_name_all_that_the_model_came_from(collected_run: Colle
     checkpoint = read_manifest(open_storage(str(run / folder_of(12))), CheckpointManifest)
     assert lineage["checkpoint"]["folder"] == folder_of(12)
     assert [file["crc32c"] for file in lineage["checkpoint"]["files"]] == [file.crc32c for file in checkpoint.files]
-    assert (lineage["dataset"]["key"], lineage["dataset"]["address"]) == (manifest.dataset_key, str(tiny_dataset))
+    used = lineage["dataset"]
+    assert (used["content_hash"], used["address"]) == (manifest.dataset_hash, str(tiny_dataset))
     assert lineage["training"]["train"]["learning_rate"] == 0.02
     assert (lineage["config"]["name"], lineage["software"]) == ("poems", SOFTWARE)
     assert lineage["left_out"] == [{"step": 5, "why": "the loss of step 5 is nan", "windows": [7]}]

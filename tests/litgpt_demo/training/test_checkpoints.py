@@ -115,7 +115,7 @@ def test_a_save_that_never_ended_is_removed_by_the_next(run: Storage) -> None:
 
 
 SPEC = TrainingSpec(
-    run="run", dataset="/datasets/ours-key", dataset_key="key", steps=10, world_size=1,
+    run="run", dataset="/datasets/ours-hash", dataset_hash="hash", steps=10, world_size=1,
     model=ModelConfig(name="pythia-14m"), train=TrainConfig(),
 )  # fmt: skip
 
@@ -126,8 +126,8 @@ def test_a_checkpoint_of_another_model_or_dataset_is_refused(run: Storage) -> No
     checkpoints.require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
     with pytest.raises(DataError, match=r"step-00000004 is of the model .*pythia-31m.*, this run trains .*pythia-14m"):
         checkpoints.require_same(run, manifest_of(4, config=model), SPEC)
-    with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on key"):
-        checkpoints.require_same(run, manifest_of(4, dataset_key="theirs"), SPEC)
+    with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on hash"):
+        checkpoints.require_same(run, manifest_of(4, dataset_hash="theirs"), SPEC)
 
 
 def test_a_training_ends_with_its_last_step_or_its_time() -> None:

@@ -147,17 +147,17 @@ def test_a_runs_name_goes_before_a_folder_of_that_name(
 
 def test_a_start_on_samples_seen_before_is_refused(finished: Path, new_run: NewRun, tiny_dataset: Path) -> None:
     """Those of the run that it starts from, and those that one started from."""
-    origin, key = found(finished, optimizer=True), open_dataset(str(tiny_dataset)).key
-    with pytest.raises(UserError, match=rf"seed=1337 the samples of dataset {key} come .*; set another train\.seed"):
+    origin, seen = found(finished, optimizer=True), open_dataset(str(tiny_dataset)).content_hash
+    with pytest.raises(UserError, match=rf"seed=1337 the samples of dataset {seen} come .*; set another train\.seed"):
         train(new_run("again", origin=origin))
     second = new_run("second", origin=origin, seed=1, max_steps=4)
     train(second)
     third = found(second, optimizer=True)
-    problems = [replay_problem(third, {key, "another"}, seed) for seed in (1337, 1, 2)]
+    problems = [replay_problem(third, {seen, "another"}, seed) for seed in (1337, 1, 2)]
     fix = "set another train.seed, such as 2, or train on another dataset"
     assert [problem and problem[1] for problem in problems] == [fix, fix, None]
     assert replay_problem(third, {"another"}, 1337) is None
-    assert replay_problem(found(second), {key}, 1337) is None, "weights alone go on from nowhere"
+    assert replay_problem(found(second), {seen}, 1337) is None, "weights alone go on from nowhere"
 
 
 def test_nodes_fetch_from_a_bucket_what_they_start_from(

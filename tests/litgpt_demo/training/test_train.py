@@ -224,8 +224,8 @@ def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused(
     copied_dataset = Path(shutil.copytree(tiny_dataset, tmp_path / tiny_dataset.name))
     run, manifest = new_run("run", dataset=copied_dataset), open_dataset(str(copied_dataset))
     monkeypatch.setenv("LITGPT_DATASET", str(copied_dataset))  # as the node has brought it
-    write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"key": "0123456789"}))
-    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.key}"):
+    write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"content_hash": "0123456789"}))
+    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.content_hash}"):
         train(run)
     write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"dtype": "O"}))
     with pytest.raises(DataError, match=r"manifest\.json.*dtype"):

@@ -164,8 +164,8 @@ def put(root: str, contents: dict[str, bytes]) -> None:
         open_storage(root).write(name, data)
 
 
-def test_key_depends_on_names_bytes_settings_not_on_folders(root: str, tmp_path: Path) -> None:
-    """Neither the folder nor the order of the paths changes the order of documents or the key."""
+def test_hash_depends_on_names_bytes_settings_not_on_folders(root: str, tmp_path: Path) -> None:
+    """Neither the folder nor the order of the paths changes the order of documents or the hash."""
     first = write(tmp_path / "first", MIXED)
     second = f"{root}/elsewhere/second"
     put(second, dict(reversed(MIXED.items())))
