@@ -66,6 +66,6 @@ def test_a_deployment_leads_to_its_platform(
         flow_run = UUID(output.partition("UUID: ")[2].split()[0])
         until(lambda: place.live_jobs() or client.read_flow_run(flow_run).state.is_final(), seconds=120)
         state = client.read_flow_run(flow_run).state
-        assert place.live_jobs() or "[gke." in str(state.message), state
+        assert place.live_jobs() or "[kubernetes." in str(state.message), state
         client.set_flow_run_state(flow_run, Cancelling())
         until(lambda: client.read_flow_run(flow_run).state.is_final(), seconds=120)

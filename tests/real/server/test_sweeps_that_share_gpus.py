@@ -44,6 +44,5 @@ def test_slots_of_a_killed_sweep_return_with_its_lease(served: Any, client: Sync
         holder.kill()
     served.python("cli", "stop")
     served.serve()
-    assert taken() == 3
     until(lambda: taken() == 0, seconds=300)
     client.delete_global_concurrency_limit_by_name(GPUS)
