@@ -28,7 +28,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from launcher.config import RunConfig, ScriptConfig, config_document, validated
 from launcher.platforms import default_settings
-from launcher.runs.attempts import claim_at
+from launcher.runs.attempts import job_handle
 from launcher.runs.run import plan_run, plan_script, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.node import agent, rendezvous
@@ -75,7 +75,8 @@ def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
     script.write_text(TICK)
     settings = {"name": f"tick-{number}-{os.getpid()}", "root": str(root / "ticks"), "script": str(script)}
     config.write_text(json.dumps(settings))  # JSON is YAML
-    attempts, environment, shown = claim_at(plan_script(ScriptConfig(**settings))).attempts, os.environ | environment, 0
+    attempts = job_handle(plan_script(ScriptConfig(**settings))).attempts
+    environment, shown = os.environ | environment, 0
     try:
         for _ in range(2):
             command, began = [*CLI, "run", str(config)], time.monotonic()

@@ -12,7 +12,7 @@ from flows.parameters import cancel_jobs, name_flow_run, with_config_parameters
 from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
-from launcher.runs.attempts import CancelWatch, claim_at, script_of_flow_run
+from launcher.runs.attempts import CancelWatch, job_handle, script_of_flow_run
 from launcher.runs.run import plan_script
 from litgpt_demo.node.network_test import RESULT, NetworkTestResult, read_result
 from litgpt_demo.storage import open_storage
@@ -36,21 +36,21 @@ async def run_script(config: ScriptConfig) -> str:
     flow_run = flow_runs()[0]
     script = await asyncio.to_thread(lambda: script_of_flow_run(config, flow_run) or plan_script(config))
     await name_flow_run(script.name)
-    claim = claim_at(script)
-    watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
+    handle = job_handle(script)
+    watch = await asyncio.to_thread(CancelWatch, handle.attempts.index, handle.names)
 
     async def inputs(reattaches: bool) -> None:
         if script.code is not None and not reattaches:
             await ship_code(opaque(script.code), config.root)
 
-    _, identity = await prepare_job(claim, script, inputs)
+    _, identity = await prepare_job(handle, script, inputs)
     nodes = f"{config.platform.nodes} nodes x {config.platform.processes_per_node}"
     emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
-    claim = replace(claim, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
-    record = await run_job(claim, max_restarts=config.max_restarts, restarts=config.restart_policy, watch=watch)
+    handle = replace(handle, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
+    record = await run_job(handle, max_restarts=config.max_restarts, restarts=config.restart_policy, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} ended well"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints the address at its end
-    index = claim.attempts.index
+    index = handle.attempts.index
     if await asyncio.to_thread(index.announce, record.run, f"finished-{record.attempt}"):
         emit_milestone("run.finished", record.run, index.root.address(), logs=record.directory)
     return record.directory

@@ -12,7 +12,7 @@ from prefect import flow, get_run_logger
 from flows.parameters import DATASET_FIELDS, cancel_jobs, name_flow_run, with_config_parameters
 from launcher.config import RunConfig
 from launcher.events import Note
-from launcher.runs.attempts import CancelWatch, claim_at, run_of_flow_run
+from launcher.runs.attempts import CancelWatch, job_handle, run_of_flow_run
 from launcher.runs.run import Run, plan_run
 from litgpt_demo.data.dataset import DatasetManifest, plan_dataset, warnings_of
 from litgpt_demo.export import FinalManifest
@@ -47,8 +47,8 @@ async def train_litgpt(config: RunConfig) -> FinalManifest:
 
 
 async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalManifest:
-    claim = claim_at(run)  # the right to start or reattach to attempts of this run
-    watch = await asyncio.to_thread(CancelWatch, claim.attempts.index, claim.names)
+    handle = job_handle(run)  # starts attempts of this run, or reattaches to them
+    watch = await asyncio.to_thread(CancelWatch, handle.attempts.index, handle.names)
 
     async def inputs(_reattaches: bool) -> DatasetManifest:
         planned = opaque(run.dataset)
@@ -57,7 +57,7 @@ async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalMani
         )
         return prepared
 
-    prepared, identity = await prepare_job(claim, run, inputs)
+    prepared, identity = await prepare_job(handle, run, inputs)
     page.dataset, page.identity = prepared, identity
     async with CheckpointScores(run) as scores:
         with closing(Collector(run)) as collector:
@@ -74,7 +74,7 @@ async def _run_steps(config: RunConfig, run: Run, page: LiveReport) -> FinalMani
         final = await evaluate(run.storage.address(), config.evaluation)
     address = await publish_report(opaque(run), dataset=opaque(prepared), identity=identity, final=opaque(final))
     get_run_logger().info("report: %s", address)  # a command prints the address at its end
-    if await asyncio.to_thread(claim.attempts.index.announce, run.name, f"finished-{final.step}"):
+    if await asyncio.to_thread(handle.attempts.index.announce, run.name, f"finished-{final.step}"):
         emit_milestone(
             "run.finished", run.name, run.root.address(), step=final.step, loss=final.validation_loss, report=address
         )

@@ -37,7 +37,7 @@ ATTEMPT_LABEL = "train-litgpt/attempt"
 JOB_LABEL = "train-litgpt/job"
 
 PREVIEW = "000000"
-"""The nonce (a random number used once) of a job that is only shown. Each attempt gets its own when it is claimed."""
+"""The nonce (a random number used once) of a job that is only shown. Each attempt gets its own when it is created."""
 
 
 def drop_empty(**fields: Any) -> dict[str, Any]:

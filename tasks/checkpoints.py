@@ -11,7 +11,7 @@ from importlib import import_module
 
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.job import Job
-from launcher.runs.attempts import claim_at
+from launcher.runs.attempts import job_handle
 from launcher.runs.index import Index
 from launcher.runs.lease import POLL_INTERVAL, Lease
 from launcher.runs.run import Run
@@ -131,9 +131,9 @@ async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
     def make_job(attempt: int) -> Job:
         return replace(collecting.job(attempt=attempt, image=image), program=program, stage=())
 
-    claim = replace(await asyncio.to_thread(claim_at, collecting), make_job=make_job)
+    handle = replace(await asyncio.to_thread(job_handle, collecting), make_job=make_job)
     for _ in range(2):  # the first may be the training's job, which has saved everything but has not ended
-        await run_job(claim, max_restarts=config.train.max_restarts, restarts=config.train.restart_policy)
+        await run_job(handle, max_restarts=config.train.max_restarts, restarts=config.train.restart_policy)
         final = await asyncio.to_thread(exported, run.storage)
         if final is not None:
             return final

@@ -20,7 +20,7 @@ from launcher.events import Note, Output, Step, StepDone, StepStarted
 from launcher.images.build import prepare_image
 from launcher.images.identity import SoftwareIdentity
 from launcher.images.settings import NoImage
-from launcher.runs.attempts import Claim, recorded_software, resolve_name_conflicts
+from launcher.runs.attempts import JobHandle, recorded_software, resolve_name_conflicts
 from launcher.runs.code import CodeArchive
 from launcher.runs.run import Run, Script
 from litgpt_demo.errors import Finding
@@ -34,39 +34,39 @@ T = TypeVar("T")
 
 
 async def prepare_job(
-    claim: Claim, work: Run | Script, inputs: Callable[[bool], Coroutine[Any, Any, T]]
+    handle: JobHandle, work: Run | Script, inputs: Callable[[bool], Coroutine[Any, Any, T]]
 ) -> tuple[T, SoftwareIdentity]:
     """Do everything that comes before a job: the preflight, then inputs and image in parallel, then access. A live job
     has passed all of it, which `inputs` is called with, and its image is built only if no record names it."""
-    live = await query_platform(claim, claim.attempts.live)
-    reattaches = live is not None and claim.should_reattach(live)
+    live = await query_platform(handle, handle.attempts.live)
+    reattaches = live is not None and handle.should_reattach(live)
     if reattaches:
         identity = await asyncio.to_thread(recorded_software, work)
         if identity is not None:
             return await inputs(reattaches), identity
     else:
         if live is not None:
-            claim.require_replaceable(live)
-        await preflight(claim, work)
-    prepared, identity = await _in_parallel(inputs(reattaches), build_image(claim.config))
+            handle.require_replaceable(live)
+        await preflight(handle, work)
+    prepared, identity = await _in_parallel(inputs(reattaches), build_image(handle.config))
     if not reattaches:
-        await get_credentials(claim.config)
+        await get_credentials(handle.config)
     return prepared, identity
 
 
-async def preflight(claim: Claim, work: Run | Script) -> None:
+async def preflight(handle: JobHandle, work: Run | Script) -> None:
     """Refuse what cannot work, and resolve conflicts with other jobs of the config's name. With
     `launch.if_running=cancel` they are cancelled only after the checks have passed. A finished run starts no job that
     could conflict."""
-    check = partial(report_findings, partial(findings_of, claim.config, {"": work}), artifact=claim.attempts.run)
-    if claim.config.launch.if_running == "cancel":
+    check = partial(report_findings, partial(findings_of, handle.config, {"": work}), artifact=handle.attempts.run)
+    if handle.config.launch.if_running == "cancel":
         await check()
     if isinstance(work, Script) or await asyncio.to_thread(finished, work.storage) is None:
-        open_platform = claim.attempts.open_platform
-        bad = await asyncio.to_thread(resolve_name_conflicts, claim.config, run=work.name, open_platform=open_platform)
+        open_platform = handle.attempts.open_platform
+        bad = await asyncio.to_thread(resolve_name_conflicts, handle.config, run=work.name, open_platform=open_platform)
         if bad:
             warn(str(bad))
-    if claim.config.launch.if_running != "cancel":
+    if handle.config.launch.if_running != "cancel":
         await check()
 
 

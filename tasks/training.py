@@ -23,7 +23,7 @@ from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.reports.goodput import attempt_times, ledger
-from launcher.runs.attempts import CancelWatch, Claim, claim_at
+from launcher.runs.attempts import CancelWatch, JobHandle, job_handle
 from launcher.runs.diagnosis import ADVICE, Diagnosis, diagnose
 from launcher.runs.index import AttemptDiagnosis, AttemptRecord, Index
 from launcher.runs.lease import HEARTBEAT_INTERVAL, POLL_INTERVAL, Lease
@@ -50,7 +50,7 @@ _TAIL = 200  # lines that are kept for the diagnosis
 _LONGEST = 10_000  # characters of each; a line may have 4 MiB
 _LONGEST_WHY = 4_000  # characters of a diagnosis in an event: Prefect refuses long ones
 _LOGGED = 40  # lines of node 0 that Prefect's database gets in a minute: NCCL itself prints thousands
-_MOST_CLAIMED = 20  # checkpoints of an attempt that do not exist or are not checked yet; further rows are ignored
+_MOST_PENDING = 20  # checkpoints of an attempt that do not exist or are not checked yet; further rows are ignored
 _MOST_WARNINGS = 20  # that are reported of an attempt
 # The warnings of the trainer and of a node's checks, behind the prefix that torchrun adds.
 _WARNING = re.compile(r"(?:\[\w+\]:)?warning(?:: | \[)(?P<what>.+)")
@@ -78,15 +78,15 @@ async def train(
             weights = await asyncio.to_thread(fetch_initial_weights, run.origin, run.root, check)
             spec = spec.model_copy(update={"origin": weights})
         labels = {"litgpt-demo.dev/flow-run-id": str(flow_run.id or "none")}
-        claim = replace(
-            claim_at(run, steps=spec.steps),
+        handle = replace(
+            job_handle(run, steps=spec.steps),
             make_job=lambda attempt: run.job(attempt=attempt, image=identity.image, labels=labels),
             seconds=partial(_remaining_budget_seconds, run),
             prepare=lambda record: write_config(run, spec, identity, attempt=record.attempt),
         )
         settings = run.config.train
         await run_job(
-            claim,
+            handle,
             max_restarts=settings.max_restarts,
             restarts=settings.restart_policy,
             on_row=on_row,
@@ -119,28 +119,28 @@ def _remaining_budget_seconds(run: Run) -> float | None:
 
 
 async def run_job(
-    claim: Claim, *, max_restarts: int, restarts: RestartSettings | None = None,
+    handle: JobHandle, *, max_restarts: int, restarts: RestartSettings | None = None,
     on_row: Callable[[Row], None] = lambda row: None, step: int = 0, watch: CancelWatch | None = None,
 ) -> AttemptRecord:  # fmt: skip
     """Reattach to a job or start it, restart it as its policy says, and return the attempt that ended well. The
     orchestrator that holds the run's lease starts attempts, records their diagnoses and emits events; the others
     follow. A resumed flow run continues the count of attempts, a new command begins a new one. `step` is the run's
     newest checkpoint, 0 without one."""
-    claim = replace(claim, flow_runs=flow_runs())
-    attempts = claim.attempts
+    handle = replace(handle, flow_runs=flow_runs())
+    attempts = handle.attempts
     if watch is None:
-        watch = await asyncio.to_thread(CancelWatch, attempts.index, claim.names)
-    last = await query_platform(claim, attempts.last)
+        watch = await asyncio.to_thread(CancelWatch, attempts.index, handle.names)
+    last = await query_platform(handle, attempts.last)
     ended_before = 0
     if last is not None:
         ended_before = last.number if last.status.state.is_final else last.number - 1
-        if last.status.state.is_live and not claim.should_reattach(last):
-            claim.require_replaceable(last)
-            await query_platform(claim, partial(watch.replace_live, attempts))
-    diagnoses = await asyncio.to_thread(attempts.index.diagnoses_of_flow_run, attempts.run, claim.orchestrator)
-    with Lease(attempts.index, attempts.run, flow_run=claim.orchestrator) as lease:
+        if last.status.state.is_live and not handle.should_reattach(last):
+            handle.require_replaceable(last)
+            await query_platform(handle, partial(watch.replace_live, attempts))
+    diagnoses = await asyncio.to_thread(attempts.index.diagnoses_of_flow_run, attempts.run, handle.orchestrator)
+    with Lease(attempts.index, attempts.run, flow_run=handle.orchestrator) as lease:
         orchestrator = _Orchestrator(
-            claim=claim,
+            handle=handle,
             lease=lease,
             watch=watch,
             policy=RestartPolicy(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings()),
@@ -162,7 +162,7 @@ async def run_job(
 class _Orchestrator:
     """One orchestrator of a run: it leads while it holds the lease, and follows while another one does."""
 
-    claim: Claim
+    handle: JobHandle
     lease: Lease
     watch: CancelWatch
     policy: RestartPolicy
@@ -181,14 +181,14 @@ class _Orchestrator:
     async def follow(self) -> AttemptRecord | None:
         """Follow the leader's attempts until this orchestrator has the lease, and return None then; or return an
         attempt that ended well. Nothing is created, recorded or cancelled."""
-        claim, attempts = self.claim, self.claim.attempts
+        handle, attempts = self.handle, self.handle.attempts
         is_waiting = False
         while not await self._try_to_lead(unless_stopped_after=self.last_ended if self.diagnosis else 0):
-            last = await query_platform(claim, attempts.last)
+            last = await query_platform(handle, attempts.last)
             is_next = last is not None and last.number > self.last_ended and last.status.state.is_live
-            if last is not None and is_next and claim.should_reattach(last):
-                await asyncio.to_thread(attempts.index.link_flow_run, claim.flow_runs, last.record)
-                _emit_job_changed(claim, last.record, "started")
+            if last is not None and is_next and handle.should_reattach(last):
+                await asyncio.to_thread(attempts.index.link_flow_run, handle.flow_runs, last.record)
+                _emit_job_changed(handle, last.record, "started")
                 emit(Note(what=f"{self._leader} leads {last.record.job_name}; this orchestrator follows"))
                 if await self._await(last.record):
                     return last.record
@@ -200,7 +200,7 @@ class _Orchestrator:
                 emit(Note(what=f"{attempts.run} is orchestrated by {self._leader}; this orchestrator follows"))
             await asyncio.to_thread(self.watch.check)
             await asyncio.sleep(POLL_INTERVAL)
-        last = await query_platform(claim, attempts.last)
+        last = await query_platform(handle, attempts.last)
         is_new = last is not None and last.number > max(self.last_ended, self.ended_before)
         if last is not None and is_new and last.status.state is JobState.SUCCEEDED:
             return last.record
@@ -210,7 +210,7 @@ class _Orchestrator:
         """Start attempts and record their diagnoses until one ends well, and return it; None if another orchestrator
         has the lease by now."""
         if self.lease.inherited is not None:
-            attempts = self.claim.attempts
+            attempts = self.handle.attempts
             inherited = await asyncio.to_thread(
                 attempts.index.diagnoses_of_flow_run, attempts.run, self.lease.inherited
             )
@@ -233,11 +233,11 @@ class _Orchestrator:
         return await asyncio.to_thread(self.lease.take, unless_stopped_after=unless_stopped_after)
 
     async def _conclude(self, diagnosis: Diagnosis) -> None:
-        attempts, number = self.claim.attempts, self.last_ended
+        attempts, number = self.handle.attempts, self.last_ended
         diagnosis = without_machine(diagnosis, [earlier for earlier in self.diagnoses if earlier.attempt != number])
         is_new = False
         if number not in {counted.attempt for counted in self.diagnoses}:
-            recorded = await _diagnosis_to_record(self.claim, diagnosis, attempt=number, before=self.newest_step)
+            recorded = await _record_of(self.handle, diagnosis, attempt=number, before=self.newest_step)
             is_new = await asyncio.to_thread(attempts.index.record_diagnosis, attempts.run, recorded)
             self.diagnoses.append(recorded)
         decision = self.policy.decide(self.diagnoses)
@@ -257,7 +257,7 @@ class _Orchestrator:
             await show_state("Preempted")
 
     async def _wait_before_next(self) -> None:
-        attempts = self.claim.attempts
+        attempts = self.handle.attempts
         decision = self.policy.decide(self.diagnoses)
         if not decision.wait:
             return
@@ -267,24 +267,24 @@ class _Orchestrator:
             await pause(decision.wait, look=self.watch.check)
 
     async def _start_next(self) -> AttemptRecord | None:
-        claim, attempts = self.claim, self.claim.attempts
-        await query_platform(claim, attempts.cleanup_last_attempt)
+        handle, attempts = self.handle, self.handle.attempts
+        await query_platform(handle, attempts.cleanup_last_attempt)
         await asyncio.to_thread(self.watch.check)
-        exclude = await query_platform(claim, partial(_nodes_to_exclude, claim))
+        exclude = await query_platform(handle, partial(_nodes_to_exclude, handle))
         # A preempted node may leave no trace: `ended` keeps the number of its attempt from being reused.
-        take = partial(claim.reattach_or_create, ended=self.last_ended, exclude=exclude, leads=self.lease.take)
-        record = await query_platform(claim, take)
-        if record is None or not await submit_job(opaque(claim), record, opaque(self.lease)):
+        take = partial(handle.reattach_or_create, ended=self.last_ended, exclude=exclude, leads=self.lease.take)
+        record = await query_platform(handle, take)
+        if record is None or not await submit_job(opaque(handle), record, opaque(self.lease)):
             return None
         try:
             await asyncio.to_thread(self.watch.check)
         except JobCancelled:  # the request came before the platform knew the job, so that there was nothing to cancel
-            await query_platform(claim, attempts.stop)
+            await query_platform(handle, attempts.stop)
             raise
         return record
 
     async def _await(self, record: AttemptRecord) -> bool:
-        diagnosis = await await_job(opaque(self.claim), record, self.on_row, opaque(self.lease))
+        diagnosis = await await_job(opaque(self.handle), record, self.on_row, opaque(self.lease))
         if diagnosis is None:
             return True
         self.last_ended, self.diagnosis = record.attempt, diagnosis
@@ -295,7 +295,7 @@ class _Orchestrator:
         return str(self.lease.holder or "another process")
 
 
-async def _diagnosis_to_record(claim: Claim, diagnosis: Diagnosis, *, attempt: int, before: int) -> AttemptDiagnosis:
+async def _record_of(handle: JobHandle, diagnosis: Diagnosis, *, attempt: int, before: int) -> AttemptDiagnosis:
     return AttemptDiagnosis(
         attempt=attempt,
         code=diagnosis.code,
@@ -305,37 +305,37 @@ async def _diagnosis_to_record(claim: Claim, diagnosis: Diagnosis, *, attempt: i
         host=diagnosis.host,
         clear=diagnosis.clear,
         before=before,
-        after=await asyncio.to_thread(claim.progress),
+        after=await asyncio.to_thread(handle.progress),
         machine=diagnosis.machine,
         step=diagnosis.step,
-        flow_run=claim.orchestrator,
+        flow_run=handle.orchestrator,
         evidence=diagnosis.lines,
         action=diagnosis.action,
         advice=ADVICE[diagnosis.fault],
     )
 
 
-def _nodes_to_exclude(claim: Claim) -> tuple[str, ...]:
-    diagnoses = claim.attempts.index.diagnoses(claim.attempts.run)
-    machines = claim.nodes_to_exclude(diagnoses)
+def _nodes_to_exclude(handle: JobHandle) -> tuple[str, ...]:
+    diagnoses = handle.attempts.index.diagnoses(handle.attempts.run)
+    machines = handle.nodes_to_exclude(diagnoses)
     if not machines:
         return ()
-    most, fix = claim.platform.max_excluded_nodes(claim.make_job(diagnoses[-1].attempt + 1))
+    most, fix = handle.platform.max_excluded_nodes(handle.make_job(diagnoses[-1].attempt + 1))
     excluded = machines[:most]
-    reported = claim.nodes_to_exclude(diagnoses[:-1])
+    reported = handle.nodes_to_exclude(diagnoses[:-1])
     for machine in machines:
         numbers = ", ".join(str(diagnosis.attempt) for diagnosis in diagnoses if diagnosis.machine == machine)
         blame = f"the machine {machine} is to blame for the ends of attempts {numbers}"
         if machine in excluded:
             warn(f"{blame}; the next attempt avoids it")
-        elif machine not in reported and not claim.config.platform.on_this_machine:
+        elif machine not in reported and not handle.config.platform.on_this_machine:
             warn(f"{blame}, but cannot be avoided: {fix}")
     return excluded
 
 
-async def query_platform(claim: Claim, query: Callable[[], T]) -> T:
-    """Return the answer of a claim's platform, which is queried again while it does not answer."""
-    about = f"{claim.attempts.run} on {claim.platform.name}"
+async def query_platform(handle: JobHandle, query: Callable[[], T]) -> T:
+    """Return the answer of a handle's platform, which is queried again while it does not answer."""
+    about = f"{handle.attempts.run} on {handle.platform.name}"
     return await retry_until_reachable(query, about=about, on_silence=_warn_of_silence)
 
 
@@ -350,38 +350,38 @@ def flow_runs() -> list[str]:
 
 
 @step_task("submit-job", run_name="submit attempt {record.attempt}", retry=False)
-async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
+async def submit_job(handle: JobHandle, record: AttemptRecord, lease: Lease) -> bool:
     """Submit the attempt unless its job exists; return False if another orchestrator has the lease by now."""
-    job = claim.job_of(record)
-    platform = claim.attempts.open_platform(record.platform)
+    job = handle.job_of(record)
+    platform = handle.attempts.open_platform(record.platform)
 
     def submit() -> bool:  # it emits from its own thread, which continues when this task is cancelled
-        seconds = claim.seconds()
+        seconds = handle.seconds()
         limit = () if seconds is None else ("--seconds", f"{seconds:.0f}")
         if not lease.take():
             return False
-        _emit_job_changed(claim, record, "submitting")
-        claim.platform.submit(claim.platform.render(replace(job, program=(*job.program, *limit))))
-        _emit_job_changed(claim, record, "started")
+        _emit_job_changed(handle, record, "submitting")
+        handle.platform.submit(handle.platform.render(replace(job, program=(*job.program, *limit))))
+        _emit_job_changed(handle, record, "started")
         return True
 
     async def is_live() -> bool:
-        status = await query_platform(claim, partial(platform.status, record.job_id))
+        status = await query_platform(handle, partial(platform.status, record.job_id))
         return status.state.is_live
 
     size = f"{record.nodes} nodes x {job.processes} processes"
     if await is_live():
-        _emit_job_changed(claim, record, "started")
+        _emit_job_changed(handle, record, "started")
         emit(Note(what=f"reattached to {record.job_name} on {platform.name}: {size}"))
         return True
     try:
-        if not await query_platform(claim, submit):
+        if not await query_platform(handle, submit):
             return False
     except PlatformRefused as error:
         if not await is_live():  # otherwise another orchestrator was faster
             # The attempt is over, so that `status` shows the reason, and no time is booked on it.
             refused = JobStatus(state=JobState.FAILED, native=f"refused: {one_line(error)}")
-            await asyncio.to_thread(claim.attempts.index.record_end, record, refused)
+            await asyncio.to_thread(handle.attempts.index.record_end, record, refused)
             emit_milestone("attempt.ended", job.name, job.root, attempt=job.attempt, outcome="refused", again=False)
         raise
     emit_milestone("run.started", job.name, job.root, attempt=job.attempt, platform=platform.name)
@@ -389,19 +389,19 @@ async def submit_job(claim: Claim, record: AttemptRecord, lease: Lease) -> bool:
     return True
 
 
-def _emit_job_changed(claim: Claim, record: AttemptRecord, phase: JobPhase) -> None:
-    root, platform = claim.config.root, claim.config.platform
+def _emit_job_changed(handle: JobHandle, record: AttemptRecord, phase: JobPhase) -> None:
+    root, platform = handle.config.root, handle.config.platform
     job, run, sweep = record.job_id, record.run, record.sweep
     emit(JobChanged(phase=phase, run=run, sweep=sweep, root=root, job_id=job, platform=platform))
 
 
 @step_task("await-job", run_name="run attempt {record.attempt}", retry=False)
 async def await_job(
-    claim: Claim, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease
+    handle: JobHandle, record: AttemptRecord, on_row: Callable[[Row], None], lease: Lease
 ) -> Diagnosis | None:
     """Follow the attempt to its end; return None if it ended well, and its diagnosis otherwise. If the platform stays
     silent, the job is not changed. Events are emitted while the lease is held."""
-    platform, job_id, index = claim.attempts.open_platform(record.platform), record.job_id, claim.attempts.index
+    platform, job_id, index = handle.attempts.open_platform(record.platform), record.job_id, handle.attempts.index
     root = index.root.address()
     # The lines that an earlier orchestrator has logged are not logged again.
     position = await asyncio.to_thread(index.log_position, record)
@@ -431,7 +431,7 @@ async def await_job(
                 poll=platform.poll_seconds,
                 position=position,
                 on_position=on_position,
-                recorded=partial(claim.attempts.recorded_end, record),
+                recorded=partial(handle.attempts.recorded_end, record),
             )
         except JobRefused as error:  # its nodes are cancelled: the job would start unwatched
             native, refused = "refused by its platform", error
@@ -439,9 +439,9 @@ async def await_job(
     router.flush_log()
     report_unreadable(router.damaged)
     if status.has_running_nodes and lease.is_held:
-        await query_platform(claim, partial(platform.cancel, job_id))
+        await query_platform(handle, partial(platform.cancel, job_id))
     await asyncio.to_thread(index.record_end, record, status)
-    _emit_job_changed(claim, record, "ended")
+    _emit_job_changed(handle, record, "ended")
     if lease.is_held and (refused is not None or status.state in {JobState.SUCCEEDED, JobState.CANCELLED}):
         end = status.state if refused is None else "refused"
         emit_milestone("attempt.ended", record.run, root, attempt=record.attempt, outcome=end, again=False)
@@ -560,8 +560,8 @@ class LogRouter:
         loss = None
         for earlier in [earlier for earlier in self._losses if earlier <= step]:
             loss = self._losses.pop(earlier)
-        claimed = len(self._unannounced) + self._missing
-        if self._leads() and step not in self._announced and claimed < _MOST_CLAIMED:
+        pending = len(self._unannounced) + self._missing
+        if self._leads() and step not in self._announced and pending < _MOST_PENDING:
             self._unannounced[step] = loss
 
     def _on_text(self, line: LogLine) -> None:

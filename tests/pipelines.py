@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from claims import claim_of
+from job_handles import handle_of
 
 from launcher.config import RunConfig, ScriptConfig, validated
 from launcher.events import Event, Listener
@@ -74,4 +74,4 @@ def ticking(tmp_path: Path) -> Iterator[ScriptConfig]:
     config = validated(ScriptConfig, settings, where="ticking")
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     yield config
-    claim_of(config).attempts.cancel()
+    handle_of(config).attempts.cancel()

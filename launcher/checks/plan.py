@@ -24,7 +24,7 @@ from launcher.events import TRAINING_STEPS, Step
 from launcher.formatting import bytes_text, count_text, loss_text, shown
 from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
-from launcher.runs.attempts import Claim, claim_at, resolve_name_conflicts
+from launcher.runs.attempts import JobHandle, job_handle, resolve_name_conflicts
 from launcher.runs.restarts import RestartPolicy
 from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
 from launcher.runs.sweeps import runs_of, trials
@@ -74,8 +74,8 @@ def plan_of(config: AnyConfig) -> Plan:
         findings_of_one += blockers
     findings = _grouped(list(works), found)
     findings += _about_parallel(config, inspections)
-    findings += _about_access(inspections[0].claim, findings)
-    findings += _about_restarts(inspections[0].claim.config)
+    findings += _about_access(inspections[0].handle, findings)
+    findings += _about_restarts(inspections[0].handle.config)
     if not isinstance(config, RunConfig):
         return Plan(findings=findings)
     figures: list[dict[str, str]] = []
@@ -100,13 +100,13 @@ def plan_of(config: AnyConfig) -> Plan:
     return Plan(steps=step_rows, trials=trial_rows, arithmetic=figures, findings=findings)
 
 
-def _about_access(claim: Claim, findings: Sequence[Finding]) -> list[Finding]:
+def _about_access(handle: JobHandle, findings: Sequence[Finding]) -> list[Finding]:
     problems = [finding.code for finding in findings if finding.severity in {"error", "unknown"}]
-    area = claim.config.platform.area
+    area = handle.config.platform.area
     if any(code.startswith(area) for code in problems):
         return []
     try:
-        claim.platform.check_access()
+        handle.platform.check_access()
     except LauncherError as error:
         return [finding_of(error, f"{area}.access")]
     return []
@@ -138,16 +138,16 @@ def previews(config: AnyConfig) -> dict[str, Submission]:
     submissions = {}
     for title, work in _works(config, preview=True).items():
         inspection = _inspect(work)
-        claim = inspection.claim
+        handle = inspection.handle
         if inspection.unreachable:
-            job = claim.make_job(inspection.attempt)
+            job = handle.make_job(inspection.attempt)
         else:
-            job = claim.job_as_rendered(inspection.attempt)
-        submission = claim.platform.render(job)
+            job = handle.job_as_rendered(inspection.attempt)
+        submission = handle.platform.render(job)
         unknown = [finding.what for finding in inspection.findings if finding.severity == "unknown"]
         if job.nonce == PREVIEW:
             unknown.append(f"{PREVIEW}, at the end of the job's name, stands for a random number of each attempt")
-        if job.image is None and claim.config.platform.in_containers:
+        if job.image is None and handle.config.platform.in_containers:
             unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
         submissions[title] = replace(submission, unknown=(*unknown, *submission.unknown))
     return submissions
@@ -158,7 +158,7 @@ class Inspection:
     """A run or script with what exists of it, and what it would do."""
 
     work: Run | Script
-    claim: Claim
+    handle: JobHandle
     attempt: int = 1
     """The number of the running attempt, or else of the one to start."""
     dataset: DatasetManifest | None = None
@@ -263,7 +263,7 @@ class Inspection:
         length = f"{self.steps:,} steps" if self.steps else "one pass over the data"
         if self.unreachable:
             action = f"unknown: continue from the last checkpoint, or train {length}"
-        elif live := self.claim.attempts.live():
+        elif live := self.handle.attempts.live():
             return f"reattach to attempt {live.number}, which is {live.status.state.value}"
         elif self.saved_step and self.remaining_steps == 0:
             return f"nothing: done, {length}"
@@ -290,7 +290,7 @@ def _image_action(config: RunConfig) -> str:
 
 def _inspect(work: Run | Script) -> Inspection:
     # If the root or the platform does not answer, nothing is known to exist. Nothing is written.
-    claim = claim_at(work)
+    handle = job_handle(work)
     run = work if isinstance(work, Run) else None
     findings: list[Finding] = []
     if run is not None and run.dataset.unknown:
@@ -305,23 +305,23 @@ def _inspect(work: Run | Script) -> Inspection:
             finding = finding_of(error, "root.unreachable")
             findings.append(replace(finding, what=f"the files under the root are not known: {finding.what}"))
     if findings:
-        return Inspection(work=work, claim=claim, unreachable=True, findings=tuple(findings))
-    if claim.config.launch.if_running == "refuse" and (run is None or finished(run.storage) is None):
+        return Inspection(work=work, handle=handle, unreachable=True, findings=tuple(findings))
+    if handle.config.launch.if_running == "refuse" and (run is None or finished(run.storage) is None):
         try:
-            resolve_name_conflicts(claim.config, run=work.name, open_platform=claim.attempts.open_platform)
+            resolve_name_conflicts(handle.config, run=work.name, open_platform=handle.attempts.open_platform)
         except RunIsLive as error:
             findings.append(finding_of(error, "run.live"))
         except UNVERIFIABLE as error:
             findings.append(finding_of(error, "run.unknown"))
     attempt, unreachable = 1, False
     try:
-        attempt = claim.attempts.next()
+        attempt = handle.attempts.next()
     except UNVERIFIABLE as error:
         unreachable = True
         findings.append(finding_of(error, "attempt.unknown"))
     dataset = None if run is None else finished_dataset(run.root, run.dataset)
     return Inspection(
-        work=work, claim=claim, attempt=attempt, dataset=dataset, unreachable=unreachable, findings=tuple(findings)
+        work=work, handle=handle, attempt=attempt, dataset=dataset, unreachable=unreachable, findings=tuple(findings)
     )
 
 
@@ -335,7 +335,7 @@ def _blockers(inspections: Sequence[Inspection]) -> list[list[Finding]]:
 def _blockers_of(
     inspection: Inspection, results: dict[tuple[str, str], list[Finding]], dry_runs: dict[str, preflight.DryRun]
 ) -> list[Finding]:
-    platform, job = inspection.claim.platform, inspection.claim.make_job(inspection.attempt)
+    platform, job = inspection.handle.platform, inspection.handle.make_job(inspection.attempt)
     if isinstance(inspection.work, Script):
         return list(preflight.check_script(inspection.work, platform, job))
     run, dataset = inspection.run, inspection.dataset
@@ -379,22 +379,22 @@ def findings_of(config: AnyConfig, works: Mapping[str, Run | Script] | None = No
     works = works or _works(config)
     inspections = []
     for work in works.values():
-        claim = claim_at(work)
+        handle = job_handle(work)
         dataset = finished_dataset(work.root, work.dataset) if isinstance(work, Run) else None
-        inspections.append(Inspection(work=work, claim=claim, attempt=claim.attempts.next(), dataset=dataset))
+        inspections.append(Inspection(work=work, handle=handle, attempt=handle.attempts.next(), dataset=dataset))
     return [*_grouped(list(works), _blockers(inspections)), *_about_parallel(config, inspections)]
 
 
 def plan_to_start(config: RunConfig) -> Run:
     """Return the run of a config. Raises what refuses it at once, unless its job is running."""
     run = plan_run(config)
-    inspection = Inspection(work=run, claim=claim_at(run))
+    inspection = Inspection(work=run, handle=job_handle(run))
     with suppress(PlatformUnreachable):  # the run queries it again
-        if inspection.claim.attempts.live() is None:
-            job = inspection.claim.make_job(1)
+        if inspection.handle.attempts.live() is None:
+            job = inspection.handle.make_job(1)
             findings = preflight.check_training(config, job, vocab_size=inspection.vocabulary)
             raise_on_errors(finding for finding in findings if finding.severity == "error")
-            inspection.claim.platform.check_access()
+            inspection.handle.platform.check_access()
     return run
 
 

@@ -231,8 +231,8 @@ def cancel_all(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A config's job under a run's name, which an orchestrator starts or reattaches to."""
+class JobHandle:
+    """A config's job under a run's name: an orchestrator starts it or reattaches to it through this."""
 
     attempts: Attempts
     config: RunConfig | ScriptConfig
@@ -275,7 +275,7 @@ class Claim:
         return nodes_to_exclude(diagnoses, times=restarts.exclude_machine_after)
 
     def should_reattach(self, last: Attempt) -> bool:
-        """Return whether the claim continues the last attempt: its job is live on the config's platform and writes
+        """Return whether the last attempt can continue: its job is live on the config's platform and writes
         under this root, or it was never submitted."""
         record = last.record
         if last.status.state.is_live:
@@ -361,8 +361,8 @@ class Claim:
         )
 
 
-def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
-    """Return the claim on a planned run. If `steps` is set, checkpoints beyond it do not count as progress."""
+def job_handle(run: Run | Script, *, steps: int | None = None) -> JobHandle:
+    """Return the job handle of a planned run. If `steps` is set, checkpoints beyond it do not count as progress."""
     config = run.config
 
     def progress() -> int:
@@ -372,7 +372,7 @@ def claim_at(run: Run | Script, *, steps: int | None = None) -> Claim:
         return checkpoints.newest_step(run.storage, most=steps, least=least)
 
     open_platform = platform_opener(config.platform)
-    return Claim(
+    return JobHandle(
         attempts=Attempts(index=Index(run.root), run=run.name, open_platform=open_platform),
         config=config,
         platform=open_platform(config.platform.model_dump(mode="json")),

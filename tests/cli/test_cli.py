@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import yaml
-from claims import claim_of
 from console_script import Cli, Said
+from job_handles import handle_of
 
 from cli import main as main_module
 from cli.main import main, read_config
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, validated
 from launcher.errors import ConfigProblem, JobFailed, PlatformUnreachable, UnknownRun
 from launcher.job import LogLine, LogPage
-from launcher.runs.attempts import Claim
+from launcher.runs.attempts import JobHandle
 from launcher.runs.index import Index
 from launcher.runs.sweeps import sweep_name, trials
 from litgpt_demo.data.dataset import DatasetManifest
@@ -209,8 +209,8 @@ def test_verbs_fail_when_nothing_was_started(cli: Cli, workdir: Path, monkeypatc
         assert cli("runs", *arguments, "--json").out == "[]\n"
 
 
-def claim(workdir: Path) -> Claim:
-    return claim_of(read_config(workdir / "training.yaml", None))
+def handle(workdir: Path) -> JobHandle:
+    return handle_of(read_config(workdir / "training.yaml", None))
 
 
 def attempt_in(folder: Path, *logs: str, **result: Any) -> Path:
@@ -229,14 +229,14 @@ def failed(workdir: Path) -> Path:
     """The folder of an attempt that ended badly."""
     result = {"state": "failed", "native": "node 1 ended with 41 (data error)", "exit_codes": {"1": 41}}
     return attempt_in(
-        Path(claim(workdir).reattach_or_create().job_id), "[rank0]: hello\n", "[rank1]: boom :x:\n", **result
+        Path(handle(workdir).reattach_or_create().job_id), "[rank0]: hello\n", "[rank1]: boom :x:\n", **result
     )
 
 
 @pytest.fixture
 def running(workdir: Path, failed: Path) -> Iterator[Path]:
     """A second attempt after it, which runs."""
-    folder = attempt_in(Path(claim(workdir).reattach_or_create().job_id), "[rank0]: once more\n")
+    folder = attempt_in(Path(handle(workdir).reattach_or_create().job_id), "[rank0]: once more\n")
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as its supervisor holds it
         yield folder
@@ -326,7 +326,7 @@ def test_logs_are_followed_at_the_pace_of_the_platform(
         "script": "/pi.py",
         "platform": {"kind": "kubernetes", "workload": "job"},
     }
-    run = claim_of(ScriptConfig.model_validate(script)).reattach_or_create().run
+    run = handle_of(ScriptConfig.model_validate(script)).reattach_or_create().run
     paces: list[float] = []
 
     async def follow(*_: object, poll: float, **__: object) -> None:
@@ -453,8 +453,8 @@ def test_unknown_state_is_reported_and_is_not_a_success(cli: Cli, workdir: Path,
 def test_verbs_take_a_sweep_as_a_whole(cli: Cli, workdir: Path) -> None:
     """A trial that cannot be read does not keep the others from being cancelled."""
     sweep = read_config(workdir / "sweep.yaml", [])
-    claims = [claim_of(trial.config) for trial in trials(sweep)]
-    for number, item in enumerate(claims):
+    handles = [handle_of(trial.config) for trial in trials(sweep)]
+    for number, item in enumerate(handles):
         attempt_in(Path(item.reattach_or_create().job_id), f"{number}\n", state="failed", native="ended", exit_codes={})
     for arguments in (["sweep.yaml"], [sweep_name(sweep), "--root", "out"]):
         assert [row.split()[1] for row in cli("status", *arguments).out.splitlines()[1:]] == ["failed", "failed"]
@@ -463,7 +463,7 @@ def test_verbs_take_a_sweep_as_a_whole(cli: Cli, workdir: Path) -> None:
             "[node 0] 1",
         }
         assert f"{sweep_name(sweep)} has no running job" in cli("cancel", *arguments).out
-    first, second = sorted(item.attempts.run for item in claims)
+    first, second = sorted(item.attempts.run for item in handles)
     requested = len(Index.of("out").cancellations(second))
     (workdir / "out" / "index" / first / "1.json").write_text('{"format":')
     output = cli("cancel", sweep_name(sweep), "--root", "out")
@@ -473,12 +473,12 @@ def test_verbs_take_a_sweep_as_a_whole(cli: Cli, workdir: Path) -> None:
 
 
 def test_logs_skip_trials_that_lack_the_attempt(cli: Cli, workdir: Path) -> None:
-    claims = [claim_of(trial.config) for trial in trials(read_config(workdir / "sweep.yaml", []))]
-    for claim in (*claims, claims[1]):
-        attempt_in(Path(claim.reattach_or_create().job_id), "hello\n", state="failed", native="ended", exit_codes={})
+    handles = [handle_of(trial.config) for trial in trials(read_config(workdir / "sweep.yaml", []))]
+    for handle in (*handles, handles[1]):
+        attempt_in(Path(handle.reattach_or_create().job_id), "hello\n", state="failed", native="ended", exit_codes={})
     result = cli("logs", "sweep.yaml", "--attempt", "2")
-    assert (result.code, result.out) == (0, f"{claims[1].attempts.run}  [node 0] hello\n")
-    assert f"{claims[0].attempts.run} has no attempt 2" in result.err
+    assert (result.code, result.out) == (0, f"{handles[1].attempts.run}  [node 0] hello\n")
+    assert f"{handles[0].attempts.run} has no attempt 2" in result.err
     assert cli("logs", "sweep.yaml", "--attempt", "3").code == USER
 
 

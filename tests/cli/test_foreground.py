@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 
 from cli.foreground import Tracker, cancel_commands, end_flow_runs, farewell
 from launcher.config import ScriptConfig
@@ -95,7 +95,7 @@ def test_sigterm_cancels_the_job_and_proves_that_nothing_is_left(tmp_path: Path,
     """`kill`, `timeout`, a batch system and a supervisor mean it so, and some send it more than once."""
     from prefect.settings import PREFECT_API_URL
 
-    attempts = claim_of(ticking).attempts
+    attempts = handle_of(ticking).attempts
     env = {**os.environ, "PREFECT_API_URL": str(PREFECT_API_URL.value())}
     command, pipe = [PROGRAM, "run", str(tmp_path / "run.yaml")], subprocess.PIPE
     with subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True) as process:

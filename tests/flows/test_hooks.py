@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from claims import running_job
+from job_handles import running_job
 from prefect import flow, get_client
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flow_engine import run_flow_async
@@ -25,7 +25,7 @@ from launcher.errors import ConfigProblem
 from launcher.events import TRAINING_STEPS
 from launcher.job import JobState
 from launcher.platforms.local.supervisor import JOB_TAG
-from launcher.runs.attempts import Claim
+from launcher.runs.attempts import JobHandle
 from launcher.runs.sweeps import trials
 from litgpt_demo.errors import DataError
 from litgpt_demo.node.agent import processes_with_env
@@ -41,40 +41,40 @@ def cancel(flow: Any, parameters: dict[str, Any], flow_run: UUID) -> None:
     cancel_jobs(flow=flow, flow_run=FlowRun(id=flow_run, flow_id=uuid4(), parameters=parameters), state=state)
 
 
-def states(claim: Claim) -> list[JobState]:
-    return [entry.status.state for entry in claim.attempts.all()]
+def states(handle: JobHandle) -> list[JobState]:
+    return [entry.status.state for entry in handle.attempts.all()]
 
 
 def test_cancelled_training_ends_its_job_when_the_corpus_changed(tiny: Tiny, tmp_path: Path, corpus: Path) -> None:
     text, flow_run = Path(shutil.copy(corpus, tmp_path)), uuid4()
     config = tiny({"data.corpus.paths": [str(text)]})
-    claim = running_job(config, flow_run)
+    handle = running_job(config, flow_run)
     text.unlink()
-    [record] = claim.attempts.records()
+    [record] = handle.attempts.records()
     assert [*processes_with_env(JOB_TAG, record.job_id)]
     cancel(train_litgpt, config.model_dump(mode="json"), flow_run)
     assert not [*processes_with_env(JOB_TAG, record.job_id)]
-    assert states(claim) == ["cancelled"]
+    assert states(handle) == ["cancelled"]
 
 
 def test_cancelled_flow_run_ends_the_job_it_reattached_to(tiny: Tiny, platform: StrictPlatform) -> None:
     """A job that a later flow run started continues."""
     first, second, third = uuid4(), uuid4(), uuid4()
-    claim = running_job(tiny(), first)
-    replace(claim, flow_runs=[str(second)]).reattach_or_create()
+    handle = running_job(tiny(), first)
+    replace(handle, flow_runs=[str(second)]).reattach_or_create()
     cancel(train_litgpt, tiny().model_dump(mode="json"), second)
-    assert states(claim) == ["cancelled"]
+    assert states(handle) == ["cancelled"]
     running_job(tiny(), third)
     for flow_run in (first, second, uuid4()):
         cancel(train_litgpt, tiny().model_dump(mode="json"), flow_run)
-    assert states(claim) == ["cancelled", "pending"]
+    assert states(handle) == ["cancelled", "pending"]
 
 
 def test_cancelled_sweep_ends_the_jobs_of_readable_trials(tiny: Tiny, platform: StrictPlatform) -> None:
     grid, flow_run = {"train.learning_rate": [0.1, 0.2, 0.3]}, uuid4()
     sweep = SweepConfig.model_validate({**tiny().model_dump(), "sweep": {"grid": grid}})
     started = [running_job(trial.config, uuid4(), flow_run) for trial in trials(sweep)[:2]]  # the third has not begun
-    place = Path(sweep.root) / "index" / min(claim.attempts.run for claim in started) / "1.json"
+    place = Path(sweep.root) / "index" / min(handle.attempts.run for handle in started) / "1.json"
     complete = place.read_bytes()
     place.write_bytes(complete[:9])
     with pytest.raises(DataError, match=re.escape(str(place))):

@@ -10,7 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from claims import claim_of, running_job
+from job_handles import handle_of, running_job
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Running, State
 from strict_platform import StrictPlatform
@@ -65,9 +65,9 @@ def test_flow_run_of_a_dead_orchestrator_is_marked_crashed(
         for name in ("dies", "lives", "over"):
             config = tiny_under(tmp_path / name)
             flow_runs.append(flow_run := flow_run_of(config, Running()))
-            claim = replace(claim_of(config), flow_runs=[str(flow_run)])
-            claim.reattach_or_create()
-            lease = leases.enter_context(Lease(claim.attempts.index, claim.attempts.run, flow_run=str(flow_run)))
+            handle = replace(handle_of(config), flow_runs=[str(flow_run)])
+            handle.reattach_or_create()
+            lease = leases.enter_context(Lease(handle.attempts.index, handle.attempts.run, flow_run=str(flow_run)))
             assert lease.take()
             lease._stop.set() if name == "dies" else lease.release() if name == "over" else None
         assert [name for name in asyncio.run(crashed()) if name.startswith(str(tmp_path))] == [str(tmp_path / "dies")]
@@ -87,13 +87,13 @@ def test_running_job_of_a_cancelled_flow_run_is_cancelled(
     """It is reported first."""
     from prefect.settings import get_current_settings
 
-    claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
+    handle = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
     [row] = flag_state_conflicts(run_rows(Index.of(tiny().root)))
     assert row.state == "running"
-    assert row.note == f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {claim.attempts.run}"
-    assert [found.cancelled for found in orphaned(tmp_path)] == [(claim.make_job(1).directory,)]
-    assert claim.attempts.live() is None
+    assert row.note == f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {handle.attempts.run}"
+    assert [found.cancelled for found in orphaned(tmp_path)] == [(handle.make_job(1).directory,)]
+    assert handle.attempts.live() is None
     assert orphaned(tmp_path) == []
 
 
@@ -102,7 +102,7 @@ def test_automations_flow_retries_a_platform_that_is_away(
     tiny: Tiny, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else may look: the automation starts the flow once for each cancelled flow run."""
-    claim, requests, status = running_job(tiny(), flow_run_of(tiny(), Cancelled())), list[str](), platform.status
+    handle, requests, status = running_job(tiny(), flow_run_of(tiny(), Cancelled())), list[str](), platform.status
 
     def away(job_id: JobId) -> JobStatus:
         requests.append(job_id)
@@ -113,7 +113,7 @@ def test_automations_flow_retries_a_platform_that_is_away(
     monkeypatch.setattr(platform, "status", away)
     shown = asyncio.run(cancel_orphaned_jobs.with_options(retry_delay_seconds=0.01)())
     assert any("was cancelled, but its job was still running; cancelled now: strict/" in line for line in shown)
-    assert claim.attempts.live() is None
+    assert handle.attempts.live() is None
 
 
 @pytest.mark.prefect
@@ -121,12 +121,12 @@ def test_unreadable_root_does_not_hide_other_roots(
     tiny: Tiny, tiny_under: Tiny, platform: StrictPlatform, tmp_path: Path
 ) -> None:
     broken = tiny_under(tmp_path / "broken")
-    record = replace(claim_of(broken), flow_runs=[str(flow_run_of(broken, Cancelled()))]).reattach_or_create()
+    record = replace(handle_of(broken), flow_runs=[str(flow_run_of(broken, Cancelled()))]).reattach_or_create()
     (tmp_path / "broken" / "index" / record.run / "1.json").write_text("{")
-    claim = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
+    handle = running_job(tiny(), flow_run_of(tiny(), Cancelled()))
     found = orphaned(tmp_path)
     assert any("1.json is not" in str(entry.problem) for entry in found)
-    assert claim.attempts.live() is None
+    assert handle.attempts.live() is None
 
 
 @pytest.mark.parametrize(

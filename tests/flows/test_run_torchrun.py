@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 from strict_platform import StrictPlatform
 
 from flows.run_torchrun import run_torchrun
@@ -74,8 +74,8 @@ def test_live_job_is_followed_without_its_script_and_access(
 ) -> None:
     (script := tmp_path / "train.py").touch()
     entry = LocalPlatformConfig(kind="local", nodes=1, processes_per_node=1)
-    claim = claim_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=entry))
-    job_id = StrictPlatform.submit(platform, platform.render(claim.job_of(claim.reattach_or_create())))
+    handle = handle_of(ScriptConfig(script=str(script), name="tiny", root=str(tmp_path / "root"), platform=entry))
+    job_id = StrictPlatform.submit(platform, platform.render(handle.job_of(handle.reattach_or_create())))
     script.unlink()
     platform.followed[job_id] = JobState.SUCCEEDED
     monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from claims import begin
+from job_handles import begin
 from pipelines import artifact
 from prefect import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
@@ -24,7 +24,7 @@ from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import PLANNED
 from launcher.config import RunConfig, SweepConfig
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
-from launcher.runs.attempts import CancelWatch, claim_at
+from launcher.runs.attempts import CancelWatch, job_handle
 from launcher.runs.index import Index
 from launcher.runs.run import Run, plan_run
 from launcher.runs.search import Search
@@ -195,10 +195,10 @@ def test_a_resumed_sweep_cancels_the_live_job_of_a_pruned_trial(
             return SimpleNamespace(validation_loss=1.0)
         run = PLANNED.get()
         assert run is not None
-        claim = claim_at(run)
-        platform.start(await asyncio.to_thread(begin, claim))
+        handle = job_handle(run)
+        platform.start(await asyncio.to_thread(begin, handle))
         mark = f"sweeps/{run.config.launch.sweep}/pruned/{run.name}"
-        await asyncio.to_thread(claim.attempts.index.root.write, mark, b"pruned at step 4")
+        await asyncio.to_thread(handle.attempts.index.root.write, mark, b"pruned at step 4")
         raise JobFailed("the orchestrator was killed")
 
     swept({"train.seed": [1, 2]}, train, prune="asha")
@@ -290,7 +290,7 @@ def test_a_finished_sweep_started_again_begins_no_new_trial(
 def take(run: Run | None) -> str:
     """Write the run's first attempt into the index, as the job step does; return the run's name."""
     assert run is not None
-    return claim_at(run).reattach_or_create().run
+    return job_handle(run).reattach_or_create().run
 
 
 @pytest.mark.parametrize(

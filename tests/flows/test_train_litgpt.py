@@ -13,7 +13,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from claims import begin, claim_of
+from job_handles import begin, handle_of
 from pipelines import artifact
 from prefect import get_client
 from strict_platform import StrictPlatform
@@ -26,7 +26,7 @@ from launcher.errors import ConfigProblem, JobCancelled
 from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone
 from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
-from launcher.runs.attempts import claim_at
+from launcher.runs.attempts import job_handle
 from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
 from litgpt_demo.data.preparation import prepare
@@ -139,7 +139,7 @@ def test_a_second_run_finds_every_step_done_and_writes_nothing(
     again = run_again(trained.config)
     assert [step for step, found in reused(again.events).items() if found] == ["dataset", "training", "checkpoints"]
     assert again.final == trained.final
-    assert [record.attempt for record in claim_of(trained.config).attempts.records()] == [1]
+    assert [record.attempt for record in handle_of(trained.config).attempts.records()] == [1]
     assert files_of(trained.config.root) == before
 
 
@@ -152,8 +152,8 @@ def test_nodes_get_the_address_of_initial_weights_under_the_root(
         requests = {"name": "continued", "model.init_from": folder, **changes}
         return validated(RunConfig, overridden(trained.config.model_dump(mode="json"), requests), where="it")
 
-    async def refused(claim: Any, **_: Any) -> None:
-        claim.reattach_or_create()
+    async def refused(handle: Any, **_: Any) -> None:
+        handle.reattach_or_create()
         raise JobCancelled("no job is begun here")
 
     # The preflight compares weights and model in a process, which is looked at below.
@@ -193,8 +193,8 @@ def test_resumed_flow_run_follows_its_live_job_without_corpus(
     run = plan_run(config)
     dataset = prepare(run.dataset, run.root)
     write_config(run, training_spec(run, dataset), SoftwareIdentity(image=None, commit="abc", dirty=False))
-    claim = replace(claim_at(run), flow_runs=["its-id"])
-    job_id = begin(claim)
+    handle = replace(job_handle(run), flow_runs=["its-id"])
+    job_id = begin(handle)
     own.unlink()
     platform.followed[job_id] = JobState.CANCELLED
     monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))
@@ -202,5 +202,5 @@ def test_resumed_flow_run_follows_its_live_job_without_corpus(
     monkeypatch.setattr("flows.train_litgpt.flow_runs", lambda: ["its-id"])
     with pytest.raises(JobCancelled, match=f"{run.name}-.* was cancelled"):
         asyncio.run(train_litgpt(**dict(config)))
-    assert [record.attempt for record in claim.attempts.records()] == [1]
+    assert [record.attempt for record in handle.attempts.records()] == [1]
     assert Index.of(config.root).runs() == [run.name]

@@ -1,5 +1,5 @@
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 
 from launcher.benchmark import BenchmarkConfig, lead, markdown, table
 from launcher.config import validated
@@ -40,6 +40,6 @@ def test_benchmark_job_has_no_network_test() -> None:
     fast, sockets = validated(BenchmarkConfig, config, where="here").jobs()
     assert (fast.platform.network_test, fast.platform.allow_tcp_fallback) == (0, False)  # type: ignore[union-attr]
     assert sockets.platform.env == {"NCCL_NET": "Socket"}  # type: ignore[union-attr]
-    assert len({claim_of(job).make_job(1).name for job in (fast, sockets)}) == 2
+    assert len({handle_of(job).make_job(1).name for job in (fast, sockets)}) == 2
     with pytest.raises(ConfigProblem, match="one node of one process"):
         validated(BenchmarkConfig, {"platform": {"kind": "local"}}, where="here")

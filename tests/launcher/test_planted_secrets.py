@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from claims import claim_of
 from console_script import Cli
 from echoing_server import Echo, echoing_server
+from job_handles import handle_of
 from leaking import leaks
 from refusing_proxy import refusing_proxy
 
@@ -224,7 +224,7 @@ def test_record_of_a_job_does_not_redirect_credentials(
     """Whoever may write to the bucket can have its index name another control plane."""
     script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": runai}
     echo.granted = TOKEN
-    forged = claim_of(ScriptConfig.model_validate(script)).reattach_or_create().run
+    forged = handle_of(ScriptConfig.model_validate(script)).reattach_or_create().run
     for known in ("", "https://my-company.run.ai"):
         monkeypatch.setenv("RUNAI_URL", known)
         for result in (cli("runs", str(tmp_path)), cli("status", forged, "--root", str(tmp_path))):

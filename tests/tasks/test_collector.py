@@ -17,7 +17,7 @@ from waiting import until
 
 from launcher.events import Event, Listener, Step, StepProgress, StepStarted
 from launcher.job import Submission
-from launcher.runs.attempts import Claim
+from launcher.runs.attempts import JobHandle
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
 from launcher.runs.run import plan_run
@@ -102,8 +102,8 @@ def test_large_model_is_collected_by_a_job_of_one_node(
     copied = shutil.copytree(finished, tmp_path / "runs" / run.name, ignore=shutil.ignore_patterns("final"))
     submissions: list[Submission] = []
 
-    async def run_job(claim: Claim, **_: Any) -> None:
-        submissions.append(claim.platform.render(claim.make_job(len(submissions) + 2)))
+    async def run_job(handle: JobHandle, **_: Any) -> None:
+        submissions.append(handle.platform.render(handle.make_job(len(submissions) + 2)))
         if len(submissions) == 2:
             shutil.copytree(finished / "final", copied / "final")
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 from leaking import leaks
 from prefect import flow
 from waiting import until
@@ -74,7 +74,7 @@ def test_a_run_without_a_model_has_a_report(
     error: BaseException, outcome: str, tiny: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it runs, and when it failed or was cancelled; a process that is stopped leaves the last one."""
-    shown, run, claim = list[str](), plan_run(tiny()), claim_of(tiny())
+    shown, run, handle = list[str](), plan_run(tiny()), handle_of(tiny())
 
     async def show(page: str, **_: Any) -> None:
         shown.append(page)
@@ -85,7 +85,7 @@ def test_a_run_without_a_model_has_a_report(
 
     async def scene() -> None:
         async with LiveReport(run) as page:
-            claim.reattach_or_create()
+            handle.reattach_or_create()
             rows = [{"kind": "start", "step": 0, "steps": 8}, {"kind": "step", "step": 1, "loss": 5.0}]
             run.storage.write(METRICS, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
             page.follow({"kind": "checkpoint", "step": 1})

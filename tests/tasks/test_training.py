@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from claims import claim_on
+from job_handles import handle_on
 from slurm_commands import SlurmCommands, slurm_commands
 from strict_platform import StrictPlatform
 from waiting import until
@@ -26,7 +26,7 @@ from launcher.job import JobId, JobState, JobStatus, LogLine, Submission
 from launcher.platforms.slurm.platform import SlurmPlatform
 from launcher.platforms.slurm.settings import SlurmPlatformConfig
 from launcher.reports.goodput import AttemptTimes, Part, ledger
-from launcher.runs.attempts import CancelWatch, claim_at
+from launcher.runs.attempts import CancelWatch, job_handle
 from launcher.runs.diagnosis import ADVICE, Action
 from launcher.runs.index import Index
 from launcher.runs.lease import Lease
@@ -57,7 +57,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(training, "submit_job", training.submit_job.fn)
     monkeypatch.setattr(training, "await_job", training.await_job.fn)
-    monkeypatch.setattr(training, "opaque", lambda claim: claim)
+    monkeypatch.setattr(training, "opaque", lambda handle: handle)
     monkeypatch.setattr(training, "get_run_logger", lambda: logging.getLogger("job"))
     monkeypatch.setattr(training, "show_diagnosis", at_once)
     monkeypatch.setattr(training, "show_state", at_once)  # which would start a server of its own
@@ -69,8 +69,8 @@ def ended_well(
     folder: Path, platform: StrictPlatform, *, restarts: RestartSettings = AT_ONCE, max_restarts: int = 0
 ) -> int:
     """The number of the attempt that ended well; JobFailed if none did."""
-    claim = claim_on(platform, folder, "demo")
-    return asyncio.run(run_job(claim, max_restarts=max_restarts, restarts=restarts)).attempt
+    handle = handle_on(platform, folder, "demo")
+    return asyncio.run(run_job(handle, max_restarts=max_restarts, restarts=restarts)).attempt
 
 
 def notes(events: Iterable[Event], message: str) -> list[str]:
@@ -182,7 +182,7 @@ def test_cancellation_ends_a_run_that_waits_for_its_next_attempt(tmp_path: Path)
 def test_cancellation_during_submission_ends_the_job(tmp_path: Path) -> None:
     class CancelledMeanwhile(StrictPlatform):
         def submit(self, submission: Submission) -> JobId:
-            assert claim_on(self, tmp_path, "demo").attempts.cancel() == [], "there is nothing to end yet"
+            assert handle_on(self, tmp_path, "demo").attempts.cancel() == [], "there is nothing to end yet"
             return super().submit(submission)
 
     platform = CancelledMeanwhile()
@@ -215,7 +215,7 @@ def test_refused_attempt_records_its_reason_and_books_no_time(tmp_path: Path) ->
     platform = Taken()
     with pytest.raises(PlatformRefused):
         ended_well(tmp_path, platform)
-    attempts = claim_on(platform, tmp_path, "demo").attempts
+    attempts = handle_on(platform, tmp_path, "demo").attempts
     [attempt] = attempts.all()
     assert (attempt.status.state, "refused: port 22971 is in use" in attempt.status.native) == (JobState.FAILED, True)
     later = attempt.record.model_copy(
@@ -236,8 +236,8 @@ def test_nodes_get_the_seconds_that_the_budget_pays(tmp_path: Path) -> None:
             programs.append(submission.body["program"])
             return super().submit(submission)
 
-    claim = replace(claim_on(Noting([BROKEN, 0]), tmp_path, "demo"), seconds=lambda: next(rest))
-    asyncio.run(run_job(claim, max_restarts=1, restarts=AT_ONCE))
+    handle = replace(handle_on(Noting([BROKEN, 0]), tmp_path, "demo"), seconds=lambda: next(rest))
+    asyncio.run(run_job(handle, max_restarts=1, restarts=AT_ONCE))
     assert programs == [["a.py", "--seconds", seconds] for seconds in ("3600", "1800")]
 
 
@@ -245,7 +245,7 @@ def test_leader_announces_a_checkpoint_with_its_own_loss(tmp_path: Path, monkeyp
     """Its row comes when it is written, and the training has done another step meanwhile."""
     announced: list[dict[str, Any]] = []
     monkeypatch.setattr(training, "emit_milestone", lambda *_, **facts: announced.append(facts))
-    record = claim_on(StrictPlatform(), tmp_path, "demo").reattach_or_create()
+    record = handle_on(StrictPlatform(), tmp_path, "demo").reattach_or_create()
     rows: list[dict[str, Any]] = [{"kind": "step", "step": step, "loss": 9.0 - step} for step in (3, 4, 5)]
     rows.append({"kind": "checkpoint", "step": 4})
     open_storage(str(tmp_path)).within(f"runs/{record.run}/{checkpoints.folder_of(4)}").write(MANIFEST, b"{}")
@@ -269,7 +269,7 @@ def test_the_budget_counts_an_attempt_at_its_own_price(
         for usd in (before, now)
     )
     assert first.name == moved.name
-    record = claim_at(first).reattach_or_create()
+    record = job_handle(first).reattach_or_create()
     begun = record.created
     ended = JobStatus(state=JobState.FAILED, native="", scheduled=begun, pulled=begun, ended=begun + 3600)
     Index(first.root).record_end(record, ended)
@@ -330,8 +330,8 @@ def test_machine_blamed_twice_is_avoided_by_the_next_attempt(tmp_path: Path) -> 
     assert platform.taken == ["a", "a", "b"]
     blamed = "the machine a is to blame for the ends of attempts 1, 2; the next attempt avoids it"
     assert notes(events, "is to blame") == [blamed]
-    claim = claim_on(platform, tmp_path, "demo")
-    assert claim.job_as_rendered(4).exclude_nodes == ("a",), "a new command avoids it too"
+    handle = handle_on(platform, tmp_path, "demo")
+    assert handle.job_as_rendered(4).exclude_nodes == ("a",), "a new command avoids it too"
 
 
 class Repeating(Machines):
@@ -392,11 +392,11 @@ def test_two_orchestrators_share_one_count_of_restarts(tmp_path: Path, monkeypat
     flow_runs, events, index = iter((["one"], ["another"])), list[Event](), Index.of(str(tmp_path))
     monkeypatch.setattr(training, "flow_runs", lambda: next(flow_runs))
     platform = Followed(repeat(BROKEN), index)
-    claim = claim_on(platform, tmp_path, "demo")
+    handle = handle_on(platform, tmp_path, "demo")
 
     async def orchestrated() -> None:
         with pytest.raises(JobFailed):
-            await run_job(claim, max_restarts=2, restarts=AT_ONCE)
+            await run_job(handle, max_restarts=2, restarts=AT_ONCE)
 
     async def two() -> None:
         await asyncio.gather(orchestrated(), orchestrated())
@@ -418,7 +418,7 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     events, written, index = list[str](), list[int](), Index.of(str(tmp_path))
     monkeypatch.setattr(training, "emit_milestone", lambda milestone, *_, **__: events.append(milestone))
     platform = Followed([BROKEN, 0], index)
-    leading = replace(claim_on(platform, tmp_path, "demo"), prepare=lambda record: written.append(2))
+    leading = replace(handle_on(platform, tmp_path, "demo"), prepare=lambda record: written.append(2))
     make = leading.make_job
     following = replace(
         leading, make_job=lambda number: replace(make(number), nodes=4), prepare=lambda record: written.append(4)
@@ -433,7 +433,7 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
         return [record.attempt for record in records]
 
     assert asyncio.run(two()) == [2, 2]
-    assert written == [2, 2], "each attempt has the config of its claimant"
+    assert written == [2, 2], "each attempt has the config of its creator"
     assert events.count("attempt.ended") == 2
     assert [judged.flow_run for judged in index.diagnoses("demo")] == ["leader"]
 
@@ -449,11 +449,11 @@ def test_attempt_that_ended_well_between_looks_is_not_repeated(
 
     monkeypatch.setattr(training, "submit_job", refuse)
     platform = StrictPlatform()
-    claim = claim_on(platform, tmp_path, "demo")
-    leader, started = Lease(claim.attempts.index, "demo"), list[JobId]()
+    handle = handle_on(platform, tmp_path, "demo")
+    leader, started = Lease(handle.attempts.index, "demo"), list[JobId]()
 
     def start() -> None:
-        started.append(platform.submit(platform.render(claim.job_of(claim.reattach_or_create()))))
+        started.append(platform.submit(platform.render(handle.job_of(handle.reattach_or_create()))))
 
     def lead(event: Event) -> None:
         what = event.what if isinstance(event, Note) else ""
@@ -470,10 +470,10 @@ def test_attempt_that_ended_well_between_looks_is_not_repeated(
     if followed:
         start()
     else:
-        claim.reattach_or_create()
+        handle.reattach_or_create()
     with leader, Listener(lead):
         assert leader.take()
-        assert asyncio.run(run_job(claim, max_restarts=1, restarts=AT_ONCE)).attempt == followed + 1
+        assert asyncio.run(run_job(handle, max_restarts=1, restarts=AT_ONCE)).attempt == followed + 1
 
 
 @pytest.mark.parametrize("state", [JobState.ABSENT, JobState.CANCELLED])
@@ -484,11 +484,11 @@ def test_removed_job_ended_as_the_leader_saw_it(tmp_path: Path, state: JobState)
         def status(self, job_id: JobId) -> JobStatus:
             return JobStatus(state=state, native="deleted")
 
-    claim = claim_on(Removed(), tmp_path, "demo")
-    record = claim.reattach_or_create()
-    claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
-    with Lease(claim.attempts.index, "demo") as lease:
-        diagnosis = asyncio.run(training.await_job(claim, record, lambda row: None, lease))
+    handle = handle_on(Removed(), tmp_path, "demo")
+    record = handle.reattach_or_create()
+    handle.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="BackoffLimitExceeded"))
+    with Lease(handle.attempts.index, "demo") as lease:
+        diagnosis = asyncio.run(training.await_job(handle, record, lambda row: None, lease))
     assert "BackoffLimitExceeded" in str(diagnosis)
 
 
@@ -507,13 +507,13 @@ def test_diagnosis_counts_the_nodes_of_the_submitted_attempt(tmp_path: Path) -> 
         def meet(self, job_id: JobId, code: int) -> None:
             self.end(job_id, JobState.FAILED, dict.fromkeys((0, 1), EXIT_CODES[FailureClass.NETWORK]))
 
-    claim = claim_on(Ended([BROKEN]), tmp_path, "demo", platform={"kind": "local", "nodes": 2})
-    record = claim.reattach_or_create()
-    claim.platform.submit(claim.platform.render(claim.job_of(record)))
+    handle = handle_on(Ended([BROKEN]), tmp_path, "demo", platform={"kind": "local", "nodes": 2})
+    record = handle.reattach_or_create()
+    handle.platform.submit(handle.platform.render(handle.job_of(record)))
     more = replace(
-        claim, config=claim_on(claim.platform, tmp_path, "demo", platform={"kind": "local", "nodes": 4}).config
+        handle, config=handle_on(handle.platform, tmp_path, "demo", platform={"kind": "local", "nodes": 4}).config
     )
-    with Lease(claim.attempts.index, "demo") as lease:
+    with Lease(handle.attempts.index, "demo") as lease:
         diagnosis = asyncio.run(training.await_job(more, record, lambda row: None, lease))
     assert (diagnosis.fault, diagnosis.node) == (FailureClass.NETWORK, 0), "nodes 2 and 3 never existed"
 
@@ -521,21 +521,21 @@ def test_diagnosis_counts_the_nodes_of_the_submitted_attempt(tmp_path: Path) -> 
 def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
     """It was asked for while the dataset was prepared: nothing ran that could be cancelled."""
     platform = Fated([0])
-    claim = claim_on(platform, tmp_path, "demo")
-    watch = CancelWatch(claim.attempts.index, claim.names)
-    assert claim.attempts.cancel() == []
+    handle = handle_on(platform, tmp_path, "demo")
+    watch = CancelWatch(handle.attempts.index, handle.names)
+    assert handle.attempts.cancel() == []
     with pytest.raises(JobCancelled):
-        asyncio.run(run_job(claim, max_restarts=0, watch=watch))
+        asyncio.run(run_job(handle, max_restarts=0, watch=watch))
     assert platform.began == []
 
 
 def test_run_moves_to_another_platform_when_cancelled_first(tmp_path: Path) -> None:
     old, new = StrictPlatform(), Fated([0])
-    first = claim_on(old, tmp_path, "demo")
+    first = handle_on(old, tmp_path, "demo")
     old_job = old.submit(old.render(first.job_of(first.reattach_or_create())))
     slurm = {"kind": "slurm", "nodes": 2}
     kinds = {"local": old, "slurm": new}
-    elsewhere = claim_on(new, tmp_path, "demo", platform=slurm, launch={"if_running": "cancel"})
+    elsewhere = handle_on(new, tmp_path, "demo", platform=slurm, launch={"if_running": "cancel"})
     moved = replace(
         elsewhere, attempts=replace(elsewhere.attempts, open_platform=lambda section: kinds[section["kind"]])
     )
@@ -553,7 +553,7 @@ def test_malformed_position_in_the_log_is_not_believed(tmp_path: Path, position:
     platform = Fated([None, 0])
     with pytest.raises(SystemExit):
         ended_well(tmp_path, platform)
-    Index.of(str(tmp_path)).save_log_position(claim_on(platform, tmp_path, "demo").attempts.records()[0], position)
+    Index.of(str(tmp_path)).save_log_position(handle_on(platform, tmp_path, "demo").attempts.records()[0], position)
     assert ended_well(tmp_path, platform) == 1
 
 
@@ -667,7 +667,7 @@ def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:
     cluster.fate = fate
     section = {"kind": "slurm", "nodes": 2, "admission_timeout": 0}
     platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
-    asyncio.run(run_job(claim_on(platform, folder, "demo", platform=section), max_restarts=3, restarts=AT_ONCE))
+    asyncio.run(run_job(handle_on(platform, folder, "demo", platform=section), max_restarts=3, restarts=AT_ONCE))
 
 
 def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:

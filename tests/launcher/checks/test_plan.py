@@ -13,7 +13,7 @@ from launcher.checks.arithmetic import figures
 from launcher.checks.plan import lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
-from launcher.runs.attempts import claim_at
+from launcher.runs.attempts import job_handle
 from launcher.runs.run import plan_run, preview_run
 from launcher.runs.sweeps import trials
 from litgpt_demo.data.dataset import plan_dataset
@@ -234,7 +234,7 @@ def test_run_with_an_unreachable_corpus_is_shown_not_started(
     run = preview_run(config)
     assert {row["step"]: row["where"] for row in planned.steps}["training"] == f"{tmp_path}/runs/{run.name}"
     with pytest.raises(ConfigProblem, match=r"-unknown can be inspected, but not started"):
-        claim_at(run).reattach_or_create()
+        job_handle(run).reattach_or_create()
     with pytest.raises(UserError, match="cannot be reached"):
         plan_run(config)
     assert list(tmp_path.iterdir()) == []

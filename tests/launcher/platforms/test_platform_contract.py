@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 import pytest
-from claims import claim_on
+from job_handles import handle_on
 from strict_platform import StrictPlatform
 from waiting import until
 
@@ -367,16 +367,16 @@ def started(place: Place, run: str, nodes: int) -> AttemptRecord:
     """Start an attempt as the leader of a run does, or reattach to it."""
     script = place.folder / "sleep.py"
     script.write_text(SLEEP)
-    plain = claim_on(place.platform, place.folder, run, platform={"kind": "local", "nodes": nodes})
+    plain = handle_on(place.platform, place.folder, run, platform={"kind": "local", "nodes": nodes})
 
     def make_job(number: int) -> Job:
         return replace(plain.make_job(number), nodes=nodes, image=IMAGE, program=(str(script),))
 
-    claim = replace(plain, make_job=make_job)
-    record = claim.reattach_or_create()
+    handle = replace(plain, make_job=make_job)
+    record = handle.reattach_or_create()
     assert record is not None
     if not place.platform.status(record.job_id).state.is_live:
-        place.platform.submit(place.platform.render(claim.job_of(record)))
+        place.platform.submit(place.platform.render(handle.job_of(record)))
     return record
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 
 from launcher.config import RunConfig, SweepConfig, validated
 from launcher.job import JobState, JobStatus
@@ -59,10 +59,10 @@ def test_trial_that_was_never_admitted_used_no_gpu_hours(
     sweep = {"grid": {"train.seed": [1]}}
     config = validated(SweepConfig, {**tiny().model_dump(mode="json"), "sweep": sweep}, where="test")
     trial = trial_of(config, {"train.seed": 1})
-    claim = claim_of(trial.config)
-    first = claim.reattach_or_create().model_copy(update={"created": 1e9})
-    claim.attempts.index.record_end(first, JobStatus(state=JobState.FAILED, native="refused"))
-    refused = claim.attempts.index.ends(first.run)[1].model_copy(update={"seen": 1e9 + 60})
+    handle = handle_of(trial.config)
+    first = handle.reattach_or_create().model_copy(update={"created": 1e9})
+    handle.attempts.index.record_end(first, JobStatus(state=JobState.FAILED, native="refused"))
+    refused = handle.attempts.index.ends(first.run)[1].model_copy(update={"seen": 1e9 + 60})
     later = first.model_copy(update={"attempt": 2, "created": 1e9 + 3 * 86_400})
     times = [AttemptTimes(record=first, end=refused), AttemptTimes(record=later, end=None)]
     outcome = outcome_of(trial, plan_run(trial.config), times)

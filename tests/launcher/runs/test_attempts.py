@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from claims import begin, claim_of, claim_on
+from job_handles import begin, handle_of, handle_on
 from strict_platform import StrictPlatform
 
 from launcher.config import LaunchSettings, ScriptConfig, validated
@@ -19,7 +19,7 @@ from launcher.events import Listener, Note
 from launcher.job import JobId, JobState, JobStatus
 from launcher.platforms.local.platform import SUBMISSION, LocalPlatform
 from launcher.platforms.local.settings import LocalPlatformConfig
-from launcher.runs.attempts import Attempts, CancelWatch, Claim, cancel_all, resolve_name_conflicts
+from launcher.runs.attempts import Attempts, CancelWatch, JobHandle, cancel_all, resolve_name_conflicts
 from launcher.runs.index import DamagedRecords
 from launcher.runs.listing import run_rows
 from litgpt_demo.errors import DataError
@@ -35,59 +35,59 @@ def platform() -> StrictPlatform:
 
 
 @pytest.fixture
-def claim_named(platform: StrictPlatform, tmp_path: Path) -> Callable[..., Claim]:
-    """Makes claims on scripts: `claim_named("gpt-0123456789")`."""
-    return partial(claim_on, platform, tmp_path)
+def handle_named(platform: StrictPlatform, tmp_path: Path) -> Callable[..., JobHandle]:
+    """Makes handles of scripts: `handle_named("gpt-0123456789")`."""
+    return partial(handle_on, platform, tmp_path)
 
 
 @pytest.fixture
-def claim(claim_named: Callable[..., Claim]) -> Claim:
-    return claim_named(RUN)
+def handle(handle_named: Callable[..., JobHandle]) -> JobHandle:
+    return handle_named(RUN)
 
 
-def live_job(claim: Claim) -> JobId | None:
-    return live.record.job_id if (live := claim.attempts.live()) else None
+def live_job(handle: JobHandle) -> JobId | None:
+    return live.record.job_id if (live := handle.attempts.live()) else None
 
 
-def test_live_attempt_is_reattached_to_and_not_started_twice(claim: Claim, platform: StrictPlatform) -> None:
-    job_id = begin(claim)
-    assert begin(claim) == job_id, "as it waits"
+def test_live_attempt_is_reattached_to_and_not_started_twice(handle: JobHandle, platform: StrictPlatform) -> None:
+    job_id = begin(handle)
+    assert begin(handle) == job_id, "as it waits"
     platform.start(job_id)
-    assert begin(claim) == job_id
-    assert platform.live() == [job_id] == [live_job(claim)]
-    assert claim.attempts.next() == 1
+    assert begin(handle) == job_id
+    assert platform.live() == [job_id] == [live_job(handle)]
+    assert handle.attempts.next() == 1
 
 
 def test_next_attempt_has_next_number_and_is_queried_alone(
-    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+    handle: JobHandle, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = [JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED] * 4
     for end in ends:
-        platform.end(begin(claim), end)
-    newest = begin(claim)
-    seen = [(attempt.number, attempt.status.state) for attempt in claim.attempts.all()]
+        platform.end(begin(handle), end)
+    newest = begin(handle)
+    seen = [(attempt.number, attempt.status.state) for attempt in handle.attempts.all()]
     assert seen == [*enumerate(ends, start=1), (13, JobState.PENDING)]
-    assert live_job(claim) == newest, "the last attempt is the one that can live, not the first"
+    assert live_job(handle) == newest, "the last attempt is the one that can live, not the first"
     monkeypatch.setattr(platform, "status", status := Mock(wraps=platform.status))
-    assert [row.state for row in run_rows(claim.attempts.index, [RUN], open=claim.attempts.open_platform)] == [
+    assert [row.state for row in run_rows(handle.attempts.index, [RUN], open=handle.attempts.open_platform)] == [
         "pending"
     ]
     assert status.mock_calls == [call(newest)]
 
 
-def test_number_of_a_forgotten_attempt_is_not_reused(claim: Claim, platform: StrictPlatform) -> None:
-    platform.remove(begin(claim))
-    assert claim.attempts.live() is None
-    assert claim.reattach_or_create().attempt == 2
-    platform.remove(begin(claim))
-    open_storage(claim.make_job(2).directory).remove("submission.json")
-    assert claim.reattach_or_create(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
+def test_number_of_a_forgotten_attempt_is_not_reused(handle: JobHandle, platform: StrictPlatform) -> None:
+    platform.remove(begin(handle))
+    assert handle.attempts.live() is None
+    assert handle.reattach_or_create().attempt == 2
+    platform.remove(begin(handle))
+    open_storage(handle.make_job(2).directory).remove("submission.json")
+    assert handle.reattach_or_create(ended=2).attempt == 3, "the caller knows that it ended, though it left nothing"
 
 
-def test_live_run_on_another_platform_is_not_started_twice(claim: Claim, platform: StrictPlatform) -> None:
-    job_id = begin(claim)
+def test_live_run_on_another_platform_is_not_started_twice(handle: JobHandle, platform: StrictPlatform) -> None:
+    job_id = begin(handle)
     gke = {"kind": "gke", "cluster": "c", "location": "l", "project": "p", "machine": "a3-highgpu-8g", "nodes": 2}
-    moved = replace(claim, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
+    moved = replace(handle, config=validated(ScriptConfig, {"script": "train.py", "platform": gke}, where="test"))
     message = r"already running \(strict/.* on local, queued, .*, but this config's platform is gke; .*--replace"
     with pytest.raises(RunIsLive, match=message):
         moved.reattach_or_create()
@@ -96,63 +96,63 @@ def test_live_run_on_another_platform_is_not_started_twice(claim: Claim, platfor
     assert job_id not in platform.live()
 
 
-def test_unreachable_platform_never_means_that_nothing_runs(claim: Claim, platform: StrictPlatform) -> None:
-    begin(claim)
+def test_unreachable_platform_never_means_that_nothing_runs(handle: JobHandle, platform: StrictPlatform) -> None:
+    begin(handle)
     platform.silence(True)
     for verb in (
-        claim.attempts.cancel,
-        claim.attempts.live,
-        claim.attempts.all,
-        claim.reattach_or_create,
-        lambda: settle(claim),
+        handle.attempts.cancel,
+        handle.attempts.live,
+        handle.attempts.all,
+        handle.reattach_or_create,
+        lambda: settle(handle),
     ):
         with pytest.raises(PlatformUnreachable):
             verb()
 
 
 def test_local_job_of_another_host_is_unknown_until_it_ends(tmp_path: Path) -> None:
-    claim = claim_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
+    handle = handle_of(ScriptConfig(root=str(tmp_path), script="pi.py"))
     elsewhere = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2}
-    record = claim.reattach_or_create().model_copy(update=elsewhere | {"directory": claim.make_job(2).directory})
-    claim.attempts.index.create(record)
+    record = handle.reattach_or_create().model_copy(update=elsewhere | {"directory": handle.make_job(2).directory})
+    handle.attempts.index.create(record)
     with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
-        claim.attempts.live()
-    claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
-    assert claim.attempts.live() is None
-    claim.attempts.cleanup_last_attempt()
-    assert claim.reattach_or_create().attempt == 3
+        handle.attempts.live()
+    handle.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
+    assert handle.attempts.live() is None
+    handle.attempts.cleanup_last_attempt()
+    assert handle.reattach_or_create().attempt == 3
 
 
-def test_cancel_ends_and_returns_the_live_jobs(claim: Claim, platform: StrictPlatform) -> None:
-    assert claim.attempts.cancel() == []
-    job_id = begin(claim)
-    assert claim.attempts.cancel() == [job_id]
+def test_cancel_ends_and_returns_the_live_jobs(handle: JobHandle, platform: StrictPlatform) -> None:
+    assert handle.attempts.cancel() == []
+    job_id = begin(handle)
+    assert handle.attempts.cancel() == [job_id]
     assert platform.live() == []
     platform.remove(job_id)
-    assert claim.attempts.cancel() == []
-    assert [attempt.status.state for attempt in claim.attempts.all()] == [JobState.CANCELLED], "its end is written down"
+    assert handle.attempts.cancel() == []
+    assert [attempt.status.state for attempt in handle.attempts.all()] == [JobState.CANCELLED], "its end is recorded"
 
 
 def test_cancellation_is_retried_until_the_platform_answers(
-    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+    handle: JobHandle, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id, silences = begin(claim), iter([True, False])
+    job_id, silences = begin(handle), iter([True, False])
     monkeypatch.setattr("launcher.runs.attempts.time.sleep", lambda seconds: platform.silence(next(silences)))
     platform.silence(True)
-    assert claim.attempts.cancel(patience=3600) == [job_id]
+    assert handle.attempts.cancel(patience=3600) == [job_id]
     assert platform.live() == []
-    assert len(claim.attempts.index.cancellations(claim.attempts.run)) == 1, "it was asked for once"
+    assert len(handle.attempts.index.cancellations(handle.attempts.run)) == 1, "it was asked for once"
 
 
 def test_refused_cancellation_leaves_no_request(
-    claim: Claim, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
+    handle: JobHandle, platform: StrictPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm refuses to cancel another user's job: that user's run goes on, also after a preemption."""
-    begin(claim)
-    watch = CancelWatch(claim.attempts.index, claim.names)
+    begin(handle)
+    watch = CancelWatch(handle.attempts.index, handle.names)
     monkeypatch.setattr(platform, "cancel", Mock(side_effect=PlatformRefused("it is another user's job")))
     with pytest.raises(PlatformRefused):
-        claim.attempts.cancel()
+        handle.attempts.cancel()
     watch.check()
 
 
@@ -171,20 +171,20 @@ def test_jobs_are_cancelled_in_parallel_and_remains_are_logged(tmp_path: Path) -
             heard.set()
 
     cancelling, heard, notes, platform, silent = Barrier(2), Event(), set[str](), Slow(), StrictPlatform()
-    claims = [claim_on(platform, tmp_path, f"{RUN}-{name}") for name in "ab"]
-    for claim in (*claims, cannot := claim_on(silent, tmp_path, "c-0123456789")):
-        begin(claim)
+    handles = [handle_on(platform, tmp_path, f"{RUN}-{name}") for name in "ab"]
+    for handle in (*handles, cannot := handle_on(silent, tmp_path, "c-0123456789")):
+        begin(handle)
     silent.silence(True)
-    runs = [claim.attempts for claim in (cannot, *claims)]
+    runs = [handle.attempts for handle in (cannot, *handles)]
     cancelled, problems = cancel_all(runs, log=log, patience=0, report_after=0)
     assert [type(problem) for problem in problems] == [PlatformUnreachable]
-    assert cancelled == [claim.attempts.run for claim in claims], "the others go"
+    assert cancelled == [handle.attempts.run for handle in handles], "the others go"
 
 
 def test_cancel_request_is_detected_without_a_live_job(
-    claim_named: Callable[..., Claim],
+    handle_named: Callable[..., JobHandle],
 ) -> None:
-    trial = claim_named(RUN, launch=LaunchSettings(sweep="gpt-aaaaaaaaaa"))
+    trial = handle_named(RUN, launch=LaunchSettings(sweep="gpt-aaaaaaaaaa"))
     index = trial.attempts.index
     for name in (RUN, RUN, "gpt-aaaaaaaaaa"):
         watch = CancelWatch(index, trial.names)
@@ -194,9 +194,9 @@ def test_cancel_request_is_detected_without_a_live_job(
             watch.check()
 
 
-def test_a_replaced_job_ends_every_orchestrator_but_its_own(claim: Claim, platform: StrictPlatform) -> None:
-    begin(claim)
-    attempts = claim.attempts
+def test_a_replaced_job_ends_every_orchestrator_but_its_own(handle: JobHandle, platform: StrictPlatform) -> None:
+    begin(handle)
+    attempts = handle.attempts
     attempts.index.request_cancel(RUN)  # of an earlier command
     own, follower = CancelWatch(attempts.index, [RUN]), CancelWatch(attempts.index, [RUN])
     own.replace_live(attempts)
@@ -208,43 +208,43 @@ def test_a_replaced_job_ends_every_orchestrator_but_its_own(claim: Claim, platfo
 
 def test_a_jobs_name_never_comes_back(platform: StrictPlatform, tmp_path: Path) -> None:
     """Two roots have live jobs of one run, and one of the roots is deleted."""
-    jobs = [begin(claim_on(platform, tmp_path / folder, RUN)) for folder in ("first", "second")]
+    jobs = [begin(handle_on(platform, tmp_path / folder, RUN)) for folder in ("first", "second")]
     assert sorted(platform.live()) == sorted({*jobs})
     platform.end(jobs[0], JobState.FAILED)
     shutil.rmtree(tmp_path / "first")
-    assert begin(claim_on(platform, tmp_path / "first", RUN)) not in jobs
+    assert begin(handle_on(platform, tmp_path / "first", RUN)) not in jobs
 
 
-def settle(claim: Claim, if_running: str = "refuse", sweep: str | None = None) -> DamagedRecords:
+def settle(handle: JobHandle, if_running: str = "refuse", sweep: str | None = None) -> DamagedRecords:
     """As the pipeline does before it starts anything, for another run id of the same name."""
     launch = {"launch": LaunchSettings.model_validate({"if_running": if_running, "sweep": sweep})}
     return resolve_name_conflicts(
-        claim.config.model_copy(update=launch), run="gpt-9999999999", open_platform=claim.attempts.open_platform
+        handle.config.model_copy(update=launch), run="gpt-9999999999", open_platform=handle.attempts.open_platform
     )
 
 
-def test_live_job_of_the_same_name_refuses_a_new_run(claim: Claim, platform: StrictPlatform) -> None:
-    job_id = begin(claim)
+def test_live_job_of_the_same_name_refuses_a_new_run(handle: JobHandle, platform: StrictPlatform) -> None:
+    job_id = begin(handle)
     message = r"gpt-0123456789 is already running.*means gpt-9999999999.*--replace.*--allow-duplicate"
     with pytest.raises(RunIsLive, match=message):
-        settle(claim)
-    settle(claim, "keep")
+        settle(handle)
+    settle(handle, "keep")
     assert platform.live() == [job_id]
     notes = list[object]()
     with Listener(notes.append):
-        settle(claim, "cancel")
+        settle(handle, "cancel")
     assert platform.live() == []
     assert [isinstance(note, Note) and job_id in note.what for note in notes] == [True]
-    settle(claim)
+    settle(handle)
 
 
 def test_ended_jobs_and_trials_of_one_sweep_are_no_conflict(
-    claim_named: Callable[..., Claim], platform: StrictPlatform
+    handle_named: Callable[..., JobHandle], platform: StrictPlatform
 ) -> None:
-    begin(claim_named("gpt-large-0123456789"))
-    platform.end(begin(claim_named("gpt-5555555555")), JobState.FAILED)
-    settle(claim_named(RUN))
-    begin(trial := claim_named(RUN, launch=LaunchSettings(sweep="gpt-aaaaaaaaaa")))
+    begin(handle_named("gpt-large-0123456789"))
+    platform.end(begin(handle_named("gpt-5555555555")), JobState.FAILED)
+    settle(handle_named(RUN))
+    begin(trial := handle_named(RUN, launch=LaunchSettings(sweep="gpt-aaaaaaaaaa")))
     settle(trial, sweep="gpt-aaaaaaaaaa")
     with pytest.raises(RunIsLive):
         settle(trial, sweep="gpt-bbbbbbbbbb")
@@ -254,29 +254,29 @@ SWEEP = "gpt-aaaaaaaaaa"
 
 
 @pytest.fixture
-def siblings(claim_named: Callable[..., Claim], platform: StrictPlatform) -> Callable[..., None]:
+def siblings(handle_named: Callable[..., JobHandle], platform: StrictPlatform) -> Callable[..., None]:
     """Makes trials of a sweep, with so many attempts each: `siblings(20, attempts=1)`. The last one of each ends."""
 
     def make(count: int, *, attempts: int, ended: bool = True) -> None:
         for number in range(count):
-            claim = claim_named(f"gpt-{number:010x}", launch=LaunchSettings(sweep=SWEEP))
+            handle = handle_named(f"gpt-{number:010x}", launch=LaunchSettings(sweep=SWEEP))
             for attempt in range(1, attempts + 1):
-                job_id = begin(claim)
+                job_id = begin(handle)
                 if ended or attempt < attempts:
                     platform.end(job_id, JobState.FAILED)
-                    claim.attempts.index.record_end(claim.attempts.records()[-1], platform.status(job_id))
+                    handle.attempts.index.record_end(handle.attempts.records()[-1], platform.status(job_id))
 
     return make
 
 
 @pytest.mark.parametrize(("attempts", "ended", "requests"), [(1, True, 1), (3, True, 1), (3, False, 21)])
 def test_a_trial_begins_after_one_read_of_each_live_sibling(
-    siblings: Callable[..., None], claim_named: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch,
+    siblings: Callable[..., None], handle_named: Callable[..., JobHandle], monkeypatch: pytest.MonkeyPatch,
     attempts: int, ended: bool, requests: int,
 ) -> None:  # fmt: skip
     """One list of the index, and a read of each of the 20 siblings that has not ended."""
     siblings(20, attempts=attempts, ended=ended)
-    trial, made = claim_named(RUN, launch=LaunchSettings(sweep=SWEEP)), list[str]()
+    trial, made = handle_named(RUN, launch=LaunchSettings(sweep=SWEEP)), list[str]()
     for verb in ("list", "read"):
         real = getattr(LocalStorage, verb)
         monkeypatch.setattr(LocalStorage, verb, counted(real, made))
@@ -293,10 +293,10 @@ def counted(verb: Callable[..., Any], made: list[str]) -> Callable[..., Any]:
 
 
 def test_a_damaged_or_unreachable_sibling_stops_no_trial(
-    siblings: Callable[..., None], claim_named: Callable[..., Claim], platform: StrictPlatform, tmp_path: Path
+    siblings: Callable[..., None], handle_named: Callable[..., JobHandle], platform: StrictPlatform, tmp_path: Path
 ) -> None:
     siblings(3, attempts=1, ended=False)
-    trial = claim_named(RUN, launch=LaunchSettings(sweep=SWEEP))
+    trial = handle_named(RUN, launch=LaunchSettings(sweep=SWEEP))
     platform.silence(True)
     assert settle(trial, sweep=SWEEP) == {}
     (tmp_path / "index/gpt-0000000001/1.json").write_text("{")
@@ -310,9 +310,9 @@ def test_a_damaged_or_unreachable_sibling_stops_no_trial(
 
 def test_moved_root_still_finds_its_jobs(platform: StrictPlatform, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    job_id = begin(claim_on(platform, old, RUN))
+    job_id = begin(handle_on(platform, old, RUN))
     old.rename(new)
-    moved = claim_on(platform, new, RUN)
+    moved = handle_on(platform, new, RUN)
     [found] = moved.attempts.all()
     assert (found.record.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
     with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was; .*--replace"):
@@ -323,13 +323,13 @@ def test_moved_root_still_finds_its_jobs(platform: StrictPlatform, tmp_path: Pat
 
 def test_local_job_is_found_in_its_moved_folder(tmp_path: Path) -> None:
     platform, (old, new) = LocalPlatform(LocalPlatformConfig(kind="local")), (tmp_path / "old", tmp_path / "new")
-    directory = Path(claim_on(platform, old, RUN).reattach_or_create().directory)
+    directory = Path(handle_on(platform, old, RUN).reattach_or_create().directory)
     directory.mkdir(parents=True)
     (directory / SUBMISSION).write_text("{}")
     old.rename(new)
-    [found] = claim_on(platform, new, RUN).attempts.all()
+    [found] = handle_on(platform, new, RUN).attempts.all()
     assert found.status.native == "supervisor lost"
-    assert claim_on(platform, new, RUN).reattach_or_create().attempt == 2
+    assert handle_on(platform, new, RUN).reattach_or_create().attempt == 2
 
 
 BATCH = {"kind": "batch", "project": "my-project", "location": "us-central1", "machine": "g2-standard-48"}
@@ -354,11 +354,11 @@ JOBS = "projects/my-project/locations/us-central1/jobs"
     ids=lambda value: value["kind"] if isinstance(value, dict) else "",
 )
 def test_a_forged_id_leads_no_verb_to_another_job_or_folder(
-    claim: Claim, tmp_path: Path, section: dict[str, str], own: str, forged: str
+    handle: JobHandle, tmp_path: Path, section: dict[str, str], own: str, forged: str
 ) -> None:
-    run, index = "other-0123456789", claim.attempts.index
+    run, index = "other-0123456789", handle.attempts.index
     directory = f"{tmp_path}/runs/{run}/attempts/1"
-    template = claim.reattach_or_create().model_copy(
+    template = handle.reattach_or_create().model_copy(
         update={"run": run, "nonce": "0a1b2c", "platform": section, "directory": directory}
     )
     index.create(template.model_copy(update={"job_id": forged.format(directory=directory)}))
@@ -372,14 +372,14 @@ def test_a_forged_id_leads_no_verb_to_another_job_or_folder(
     assert attempts.platform_of(honest).name == section["kind"]
 
 
-def test_last_attempt_is_found_without_reading_those_before(claim: Claim, platform: StrictPlatform) -> None:
+def test_last_attempt_is_found_without_reading_those_before(handle: JobHandle, platform: StrictPlatform) -> None:
     """A follower looks twice a second, and a bucket takes 50 ms for each file."""
     for _ in range(3):
-        platform.end(begin(claim), JobState.FAILED)
-        claim.attempts.cleanup_last_attempt()
-    index = claim.attempts.index
+        platform.end(begin(handle), JobState.FAILED)
+        handle.attempts.cleanup_last_attempt()
+    index = handle.attempts.index
     for number in (1, 2):
-        index.root.write(f"index/{claim.attempts.run}/{number}.json", b"damaged")
-    last = claim.attempts.last()
+        index.root.write(f"index/{handle.attempts.run}/{number}.json", b"damaged")
+    last = handle.attempts.last()
     assert last is not None
     assert (last.number, last.status.state) == (3, JobState.FAILED)

@@ -15,7 +15,7 @@ import pytest
 from launcher.config import ScriptConfig, validated
 from launcher.errors import ConfigProblem
 from launcher.runs import code
-from launcher.runs.attempts import claim_at, script_of_flow_run
+from launcher.runs.attempts import job_handle, script_of_flow_run
 from launcher.runs.code import CodeArchive, pack_code
 from launcher.runs.listing import find_started_with
 from launcher.runs.run import plan_script
@@ -170,7 +170,7 @@ def test_resumed_flow_run_reattaches_to_its_own_job(user_folder: Path, mounted: 
     script = plan_script(config := mounted())
     assert script_of_flow_run(config, "mine") is None, "it has started nothing yet"
     script.code.ship(script.root)
-    replace(claim_at(script), flow_runs=["mine"]).reattach_or_create()
+    replace(job_handle(script), flow_runs=["mine"]).reattach_or_create()
     (user_folder / "train.py").write_text("print('edited')")
     assert script_of_flow_run(config, "mine") == script
     assert find_started_with(config).runs == (script.name,)

@@ -6,15 +6,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from claims import claim_on
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from job_handles import handle_on
 from strict_platform import StrictPlatform
 
 from launcher.errors import PlatformRefused
 from launcher.job import JobState
-from launcher.runs.attempts import Claim
+from launcher.runs.attempts import JobHandle
 from launcher.runs.index import AttemptRecord
 from launcher.runs.lease import LEASE_TIMEOUT, Lease
 
@@ -30,28 +30,28 @@ class Orchestrator:
     """One process that leads or follows a run. It has its own clock, which a suspension stops."""
 
     def __init__(self, platform: StrictPlatform, root: Path) -> None:
-        self.claim: Claim = claim_on(platform, root, RUN)
+        self.handle: JobHandle = handle_on(platform, root, RUN)
         self.time = 0.0
-        self.lease = Lease(self.claim.attempts.index, RUN, clock=lambda: self.time)
-        self.claimed: AttemptRecord | None = None
+        self.lease = Lease(self.handle.attempts.index, RUN, clock=lambda: self.time)
+        self.created: AttemptRecord | None = None
         """The attempt that it is about to submit."""
 
-    def claim_attempt(self) -> None:
-        """Claim the next attempt as the leader does, unless the run has ended well."""
-        last = self.claim.attempts.last()
+    def create_attempt(self) -> None:
+        """Create the next attempt as the leader does, unless the run has ended well."""
+        last = self.handle.attempts.last()
         if last is not None and last.status.state is JobState.SUCCEEDED:
             return
-        self.claim.attempts.cleanup_last_attempt()
+        self.handle.attempts.cleanup_last_attempt()
         ended = last.number if last is not None and last.status.state.is_final else 0
-        self.claimed = self.claim.reattach_or_create(ended=ended, leads=self.lease.take)
+        self.created = self.handle.reattach_or_create(ended=ended, leads=self.lease.take)
 
     def submit(self) -> None:
-        record, platform = self.claimed, self.claim.platform
+        record, platform = self.created, self.handle.platform
         assert record is not None
-        self.claimed = None
+        self.created = None
         if platform.status(record.job_id).state.is_live or not self.lease.take():
             return
-        platform.submit(platform.render(self.claim.job_of(record)))
+        platform.submit(platform.render(self.handle.job_of(record)))
 
     def die(self) -> None:
         """Stop beating, and let nothing go."""
@@ -82,12 +82,12 @@ class Orchestrators(RuleBasedStateMachine):
 
     @rule(which=ORCHESTRATORS, submits=st.booleans())
     def lead(self, which: tuple[str, int], submits: bool) -> None:
-        """Take the lease if it is free, claim an attempt with it, and submit that now or later."""
+        """Take the lease if it is free, create an attempt with it, and submit that now or later."""
         orchestrator = self.orchestrators[which]
         if orchestrator.lease.take():
-            orchestrator.claim_attempt()
-            if submits and orchestrator.claimed is not None:
-                self.submit_claimed(orchestrator)
+            orchestrator.create_attempt()
+            if submits and orchestrator.created is not None:
+                self.submit_created(orchestrator)
 
     @rule(which=ORCHESTRATORS)
     def inherit(self, which: tuple[str, int]) -> None:
@@ -98,13 +98,13 @@ class Orchestrators(RuleBasedStateMachine):
         orchestrator.time += LEASE_TIMEOUT + 1
         orchestrator.lease.take()
 
-    @precondition(lambda self: any(orchestrator.claimed for orchestrator in self.orchestrators.values()))
+    @precondition(lambda self: any(orchestrator.created for orchestrator in self.orchestrators.values()))
     @rule(number=st.integers(0, 3))
     def submit(self, number: int) -> None:
-        about_to = [orchestrator for orchestrator in self.orchestrators.values() if orchestrator.claimed]
-        self.submit_claimed(about_to[number % len(about_to)])
+        about_to = [orchestrator for orchestrator in self.orchestrators.values() if orchestrator.created]
+        self.submit_created(about_to[number % len(about_to)])
 
-    def submit_claimed(self, orchestrator: Orchestrator) -> None:
+    def submit_created(self, orchestrator: Orchestrator) -> None:
         try:
             orchestrator.submit()
         except PlatformRefused:
@@ -125,13 +125,13 @@ class Orchestrators(RuleBasedStateMachine):
         self.platform.end(job_id, state)
         records = [record for root in ROOTS for record in self.records(root) if record.job_id == job_id]
         if forgotten and records:
-            self.orchestrators[Path(records[0].root).name, 0].claim.attempts.last()
+            self.orchestrators[Path(records[0].root).name, 0].handle.attempts.last()
             self.platform.remove(job_id)
 
     @rule(root=st.sampled_from(ROOTS))
     def cancel(self, root: str) -> None:
         others = {*self.platform.live()} - {record.job_id for record in self.records(root)}
-        self.orchestrators[root, 0].claim.attempts.cancel()
+        self.orchestrators[root, 0].handle.attempts.cancel()
         assert {*self.platform.live()} == others, "the jobs of other roots go on"
 
     @rule(root=st.sampled_from(ROOTS))
@@ -142,7 +142,7 @@ class Orchestrators(RuleBasedStateMachine):
             self.start_again((root, number))
 
     def records(self, root: str) -> list[AttemptRecord]:
-        return self.orchestrators[root, 0].claim.attempts.records()
+        return self.orchestrators[root, 0].handle.attempts.records()
 
     @invariant()
     def no_run_has_two_live_jobs(self) -> None:
@@ -157,7 +157,7 @@ class Orchestrators(RuleBasedStateMachine):
     @invariant()
     def no_root_sees_the_job_of_another(self) -> None:
         for root in ROOTS:
-            live = self.orchestrators[root, 0].claim.attempts.live()
+            live = self.orchestrators[root, 0].handle.attempts.live()
             assert live is None or Path(live.record.root).name == root
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from claims import begin, claim_of, claim_on
+from job_handles import begin, handle_of, handle_on
 from strict_platform import StrictPlatform
 from typer.testing import CliRunner
 
@@ -25,14 +25,14 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.platform = StrictPlatform()
-        self.claim = claim_on(self.platform, folder, "demo-0123456789")
-        index, opening = self.claim.attempts.index, self.claim.attempts.open_platform
+        self.handle = handle_on(self.platform, folder, "demo-0123456789")
+        index, opening = self.handle.attempts.index, self.handle.attempts.open_platform
         self.orphaned: Callable[[], list[Any]] = partial(orphaned_resources, index, open=opening)
         self.remove: Callable[..., bool] = partial(remove_orphaned_resource, index, open=opening)
 
     def ended(self, state: JobState = JobState.FAILED) -> JobId:
         """An attempt that ended, and left something."""
-        job_id = begin(self.claim)
+        job_id = begin(self.handle)
         self.platform.end(job_id, state)
         self.platform.litter(job_id)
         return job_id
@@ -47,7 +47,7 @@ def test_orphaned_resources_of_every_attempt_are_removed(runs: Runs) -> None:
     jobs = [runs.ended(), runs.ended(JobState.CANCELLED)]
     found = runs.orphaned()
     assert [entry.job_id for entry in found] == jobs
-    assert found[1].what == f"{runs.claim.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
+    assert found[1].what == f"{runs.handle.attempts.run}, attempt 2, on local: job {jobs[1]} (ended: cancelled)"
     assert all(runs.remove(entry) for entry in found)
     assert runs.orphaned() == []
 
@@ -56,7 +56,7 @@ def test_resources_of_a_run_that_restarted_stay(runs: Runs) -> None:
     """Not even what its attempts before have left: the next attempt sweeps that."""
     dead = runs.ended()
     [shown] = runs.orphaned()
-    job_id = begin(runs.claim)
+    job_id = begin(runs.handle)
     assert not runs.remove(shown)
     assert runs.orphaned() == []
     runs.platform.start(job_id)
@@ -74,9 +74,9 @@ def test_cleanup_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, m
             return CliRunner().invoke(app, ["cleanup", *options, "--root", str(tmp_path)]).output
 
     monkeypatch.setattr("flows.server.server_address", lambda: None)  # the tests' own server knows other tests' runs
-    claim = claim_of(ScriptConfig(root=str(tmp_path), name="demo", script="/train.py"))
-    record = claim.reattach_or_create()
-    claim.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
+    handle = handle_of(ScriptConfig(root=str(tmp_path), name="demo", script="/train.py"))
+    record = handle.reattach_or_create()
+    handle.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="supervisor lost"))
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     orphan = subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}, stdin=subprocess.PIPE)
     with orphan:

@@ -12,7 +12,7 @@ from launcher.config import RunConfig, ScriptConfig, SweepConfig, overridden, va
 from launcher.errors import ConfigProblem
 from launcher.reports.sweeps import Outcome, best_yaml, table
 from launcher.runs import run as module
-from launcher.runs.attempts import claim_at
+from launcher.runs.attempts import job_handle
 from launcher.runs.run import Run, plan_script, run_of
 from launcher.runs.sweeps import Trial, trials
 from litgpt_demo.data.dataset import plan_dataset
@@ -95,7 +95,7 @@ def test_checkpoint_too_small_for_the_model_is_no_progress(tmp_path: Path) -> No
         versions={}, files=tuple(FileRecord.of(path, relative_to=folder) for path in stored),
     )  # fmt: skip
     checkpoints.commit(training.storage, manifest)
-    assert (checkpoints.newest_step(training.storage), claim_at(training).progress()) == (8, 0)
+    assert (checkpoints.newest_step(training.storage), job_handle(training).progress()) == (8, 0)
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.integers(0, 19))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 
 from launcher.config import RunConfig, ScriptConfig, SweepConfig
 from launcher.errors import UnknownRun
@@ -16,7 +16,7 @@ Tiny = Callable[..., RunConfig]
 
 def started(config: RunConfig | ScriptConfig) -> str:
     """Write a run's first attempt down as the pipeline does; returns the run's name."""
-    return claim_of(config).reattach_or_create().run
+    return handle_of(config).reattach_or_create().run
 
 
 @pytest.fixture

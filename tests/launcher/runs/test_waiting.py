@@ -8,9 +8,9 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from claims import claim_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from job_handles import handle_on
 from strict_platform import StrictPlatform
 
 from launcher.errors import JobCancelled, LoginProblem, PlatformUnreachable
@@ -47,7 +47,7 @@ class Followed:
 
     def __init__(self, folder: Path, platform: StrictPlatform | None = None) -> None:
         self.platform = platform or StrictPlatform()
-        self.submission = self.platform.render(claim_on(self.platform, folder, "gpt-1").make_job(1))
+        self.submission = self.platform.render(handle_on(self.platform, folder, "gpt-1").make_job(1))
         self.lines: list[str] = []
         self.silences: list[str] = []
         self.appear()

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import httpx
 import psutil
 import yaml
-from claims import claim_of
+from job_handles import handle_of
 from waiting import until
 
 from launcher.config import RunConfig, overridden, validated
@@ -129,7 +129,7 @@ class Scene:
 
     def __init__(self, ground: Ground, config: RunConfig) -> None:
         self.ground, self.config = ground, config
-        self.attempts, self.storage = claim_of(config).attempts, plan_run(config).storage
+        self.attempts, self.storage = handle_of(config).attempts, plan_run(config).storage
         self.logs: dict[subprocess.Popen[bytes], Path] = {}
         """The commands as a user types them, each in a session of its own, and what they said."""
         self.most = 0
@@ -230,7 +230,7 @@ def printed(pattern: str) -> Sight:
     return lambda scene: re.search(pattern, scene.text)
 
 
-def claimed(scene: Scene) -> bool:
+def recorded(scene: Scene) -> bool:
     """Whether an attempt is written down; its platform may not have been asked yet."""
     return bool(scene.attempts.records())
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from another_user import needs_another_user
-from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, claimed, live, printed, step, trained
+from drill_ground import AGENT, KILLED, MARK, RANK, Ground, Scene, Sight, live, printed, recorded, step, trained
 
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.node.agent import processes_with_env
@@ -81,7 +81,7 @@ def test_same_command_continues_once_a_full_disk_has_room(drills: Ground, tmp_pa
 
 @pytest.mark.parametrize(
     "moment",
-    [printed("✓ 1/5"), claimed, live, step(20), trained],
+    [printed("✓ 1/5"), recorded, live, step(20), trained],
     ids=["before it submits", "while it submits", "after it has", "while it tails", "while it collects"],
 )
 def test_same_command_reattaches_when_the_first_was_killed(scene: Scene, moment: Sight) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 from waiting import until
 
 from flows.train_litgpt import prepare_dataset
@@ -42,7 +42,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_job_runs_no_program_of_the_current_folder(executed: Path, tiny: Callable[..., RunConfig]) -> None:
     """That is its supervisor, node, torchrun and ranks."""
-    job = replace(claim_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "train", "--run", "nowhere"))
+    job = replace(handle_of(tiny()).make_job(1), stage=(), program=("-m", "litgpt_demo", "train", "--run", "nowhere"))
     platform = LocalPlatform(LocalPlatformConfig(kind="local", grace_period=2))
     job_id = platform.submit(platform.render(job))
     until(lambda: not platform.status(job_id).state.is_live)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from claims import claim_of
+from job_handles import handle_of
 from waiting import until
 
 from launcher.config import ScriptConfig
@@ -29,7 +29,7 @@ def test_next_orchestrator_continues_the_log_of_a_killed_one(
         until(lambda: "line" in second.read_text())
         (tmp_path / "enough").touch()
         assert process.wait() == 0
-    [attempt] = claim_of(ticking).attempts.all()
+    [attempt] = handle_of(ticking).attempts.all()
     assert attempt.status.state is JobState.SUCCEEDED
     lines_seen = Counter(re.findall(r"line (\d+)", first.read_text() + second.read_text()))
     [lines] = re.findall(r"of (\d+) lines", second.read_text())

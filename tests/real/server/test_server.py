@@ -14,7 +14,7 @@ from uuid import UUID
 
 import psutil
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import StateType
@@ -103,5 +103,5 @@ def test_cancelled_run_leaves_no_process_when_the_server_died(
     client.set_flow_run_state(flow_run, Cancelling())
     until(lambda: not of_job(config), seconds=600)
     until(lambda: client.read_flow_run(flow_run).state_type is StateType.CANCELLED)
-    [attempt] = claim_of(config).attempts.all()
+    [attempt] = handle_of(config).attempts.all()
     assert attempt.status.state == "cancelled"

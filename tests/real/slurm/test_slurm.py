@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
-from claims import running_job
+from job_handles import running_job
 from waiting import until
 
 from flows.run_torchrun import run_torchrun
@@ -332,9 +332,9 @@ def test_run_moves_from_this_machine_to_slurm_or_back(slurm: Cluster, tmp_path: 
         return validated(ScriptConfig, {**document, "launch": {"if_running": "cancel"}}, where="test")
 
     for old, new in (("local", "slurm"), ("slurm", "local")):
-        claim = running_job(config_on(old))
+        handle = running_job(config_on(old))
         asyncio.run(run_torchrun(**dict(config_on(new))))
-        states = [attempt.status.state for attempt in claim.attempts.all()[-2:]]
+        states = [attempt.status.state for attempt in handle.attempts.all()[-2:]]
         assert (old, states) == (old, [JobState.CANCELLED, JobState.SUCCEEDED])
         assert slurm.live() == []
 

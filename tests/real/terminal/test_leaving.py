@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from claims import claim_of
+from job_handles import handle_of
 from terminal import Terminal, terminal
 from waiting import until
 
@@ -43,7 +43,7 @@ def test_ctrl_c_while_the_command_line_loads_just_ends(opened: Open) -> None:
 
 def test_printed_command_reattaches_to_the_job(opened: Open, ticking: ScriptConfig) -> None:
     """A second Ctrl-C cancels the job."""
-    attempts = claim_of(ticking).attempts
+    attempts = handle_of(ticking).attempts
     with opened(PROGRAM, "run", "run.yaml") as shown:
         shown.read_until("submitted")
         shown.press_ctrl_c()
@@ -73,8 +73,8 @@ def test_other_ways_to_end_it_leave_the_job_too(opened: Open, tmp_path: Path, ti
         if how == "the machine shuts down":
             shown.process.terminate()
             assert shown.end() == 128 + signal.SIGTERM
-            assert f"the job continues as {claim_of(ticking).attempts.run} on local" in shown.text
+            assert f"the job continues as {handle_of(ticking).attempts.run} on local" in shown.text
         else:
             shown.close()
             assert shown.end() == 128 + signal.SIGHUP
-    assert claim_of(ticking).attempts.live() is not None
+    assert handle_of(ticking).attempts.live() is not None

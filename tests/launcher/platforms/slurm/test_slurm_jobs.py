@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from claims import claim_of
 from golden_files import require_golden
+from job_handles import handle_of
 from pydantic import ValidationError
 from slurm_commands import SlurmCommands, slurm_commands
 from slurm_node import SlurmNode
@@ -602,7 +602,7 @@ def test_login_node_of_a_record_needs_one_the_user_names(
     """Whoever can write to the root can have a record name another host."""
     commands, settings = slurm(), settings_of(host="me@evil.example")
     script = {"name": "pi", "root": str(tmp_path), "script": "/pi.py", "platform": settings.model_dump()}
-    record = claim_of(ScriptConfig.model_validate(script)).reattach_or_create()
+    record = handle_of(ScriptConfig.model_validate(script)).reattach_or_create()
     attempts = Attempts(index=Index.of(str(tmp_path)), run=record.run)
     commands.clear()
     elsewhere = platform_opener(settings_of(host="me@login"))

@@ -1,4 +1,4 @@
-"""Claims on the attempts of a run that no config made, on a platform that a test decides."""
+"""Job handles for the attempts of a run that no config made, on a platform that a test decides."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,23 +9,23 @@ from launcher.benchmark import BenchmarkConfig
 from launcher.config import RunConfig, ScriptConfig
 from launcher.job import Job, JobId
 from launcher.platforms.base import Platform
-from launcher.runs.attempts import Attempts, Claim, claim_at
+from launcher.runs.attempts import Attempts, JobHandle, job_handle
 from launcher.runs.index import Index
 from launcher.runs.run import plan_run, plan_script
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 
 
-def claim_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Claim:
-    """The claim on what a config means now."""
+def handle_of(config: RunConfig | ScriptConfig | BenchmarkConfig) -> JobHandle:
+    """The job handle of what a config means now."""
     if isinstance(config, RunConfig):
-        return claim_at(plan_run(config))
-    return claim_at(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
+        return job_handle(plan_run(config))
+    return job_handle(plan_script(config.jobs()[0] if isinstance(config, BenchmarkConfig) else config))
 
 
-def claim_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any) -> Claim:
-    """A claim on a script of two nodes under a root, with `changes` of its config; its checkpoints are in the root's
-    folder of the run's name."""
+def handle_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any) -> JobHandle:
+    """The job handle of a script of two nodes under a root, with `changes` of its config. Its checkpoints are in the
+    root's folder of the run's name."""
 
     def make_job(attempt: int) -> Job:
         directory = f"{folder}/runs/{run}/attempts/{attempt}"
@@ -33,7 +33,7 @@ def claim_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any
             name=run, root=str(folder), attempt=attempt, nodes=2, processes=1, program=("a.py",), directory=directory
         )  # fmt: skip
 
-    return Claim(
+    return JobHandle(
         attempts=Attempts(index=Index.of(str(folder)), run=run, open_platform=lambda section: platform),
         config=ScriptConfig(name=run.partition("-")[0], root=str(folder), script="/train.py", **changes),
         platform=platform,
@@ -42,18 +42,18 @@ def claim_on(platform: Platform, folder: Path | str, run: str, /, **changes: Any
     )
 
 
-def begin(claim: Claim) -> JobId:
+def begin(handle: JobHandle) -> JobId:
     """Start the next attempt as the pipeline does."""
-    return claim.platform.submit(claim.platform.render(claim.job_of(claim.reattach_or_create())))
+    return handle.platform.submit(handle.platform.render(handle.job_of(handle.reattach_or_create())))
 
 
-def running_job(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> Claim:
+def running_job(config: RunConfig | ScriptConfig, *flow_runs: UUID) -> JobHandle:
     """Start a job of this run whose orchestrator is gone; it works until it is ended, whatever the machine does."""
-    claim = replace(claim_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
-    record = claim.reattach_or_create()
+    handle = replace(handle_of(config), flow_runs=[str(flow_run) for flow_run in flow_runs])
+    record = handle.reattach_or_create()
     script = Path(config.root) / "works.py"
     script.write_text("import time; time.sleep(600)")
-    job = replace(claim.job_of(record), program=(str(script),), stage=())
-    claim.platform.submit(claim.platform.render(job))
-    assert claim.attempts.live()
-    return claim
+    job = replace(handle.job_of(record), program=(str(script),), stage=())
+    handle.platform.submit(handle.platform.render(job))
+    assert handle.attempts.live()
+    return handle
