@@ -81,7 +81,7 @@ def settings(name: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
     try:
         config_class(**fields)
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
-        reason = str(error) or "n_embd must be a multiple of n_head, n_head one of n_query_groups"
+        reason = str(error) or "n_embd must be a multiple of n_head, and n_head a multiple of n_query_groups"
         if name is not None and changes:
             reason += f"; it changes {name}: {changed(name, changes)}; model.config={{}} takes it unchanged"
         raise ValueError(
@@ -139,4 +139,4 @@ def vocabulary_problem(
         return None
     wider = f", or set model.config.padded_vocab_size={math.ceil(vocab_size / 64) * 64}"
     fix = OF_WEIGHTS if has_weights else f"take a tokenizer that fits{wider}"
-    return f"the tokenizer has {vocab_size} ids and model {name or 'config'} has {rows} embeddings", fix
+    return f"the tokenizer has {vocab_size} ids, but model {name or 'config'} has {rows} embeddings", fix

@@ -169,10 +169,10 @@ def _difference(folder: Path, record: FileRecord) -> str | None:
         return f"{path} is missing"
     size = path.stat().st_size
     if size != record.size:
-        return f"{path} has {size} bytes, its manifest says {record.size}"
+        return f"{path} has {size} bytes, but its manifest says {record.size}"
     crc32c = crc32c_of(path)
     if crc32c != record.crc32c:
-        return f"{path} has crc32c {crc32c}, its manifest says {record.crc32c}"
+        return f"{path} has crc32c {crc32c}, but its manifest says {record.crc32c}"
     return None
 
 

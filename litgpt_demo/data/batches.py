@@ -217,8 +217,8 @@ def main(argv: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m litgpt_demo windows", description="Show the samples of one step.")
     parser.add_argument("--run", required=True, help="address of the run's folder")
-    parser.add_argument("--step", required=True, type=int, help="the step, as the metrics count, from 1")
-    parser.add_argument("--characters", type=int, default=400, help="how much of each sample to print (default: 400)")
+    parser.add_argument("--step", required=True, type=int, help="number of the step, as in the metrics, from 1")
+    parser.add_argument("--characters", type=int, default=400, help="characters of each sample to print (default: 400)")
     args = parser.parse_args(argv)
     spec = read_spec(open_storage(args.run))
     if not 1 <= args.step <= spec.steps:

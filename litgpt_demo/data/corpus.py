@@ -79,9 +79,9 @@ class Files(CorpusKind[FileCorpus]):
             selected = _select(path, skipped_paths)
             if not selected:
                 raise UserError(
-                    f"data.corpus.paths has {path!r}, and no file matches that (seen from {Path.cwd()}); `*` stays "
-                    "inside a folder, `**/` goes through folders, and names that begin with a dot, `_SUCCESS` and the "
-                    "like are left out"
+                    f"data.corpus.paths has {path!r}, but no file matches it (seen from {Path.cwd()}); `*` stays "
+                    "inside a folder, `**/` covers all folders below, and names that begin with a dot, `_SUCCESS` "
+                    "and the like are left out"
                 )
             _require_one_format(self.corpus, path, [file.name for file in selected])
             for file in selected:
@@ -103,7 +103,7 @@ class Hub(CorpusKind[HubCorpus]):
                 continue
             if name.startswith("/") or ".." in name.split("/"):
                 what = f"{hub} lists {name!r}, which leads out of the folder of downloads"
-                raise UserError(f"{what}; see whose server that is, and unset HF_ENDPOINT")
+                raise UserError(f"{what}; check whose server that is, and unset HF_ENDPOINT")
             if sibling.size is None or sibling.blob_id is None:
                 what = f"{hub} lists {name} without size and blob id, so it cannot be pinned"
                 raise UserError(f"{what}; unset HF_ENDPOINT")
@@ -134,8 +134,8 @@ class Tokens(CorpusKind[TokensCorpus]):
         train, validation = self._select(corpus.train), self._select(corpus.validation)
         train = [file for file in train if not selects(file.name, corpus.validation)]
         if not train:
-            what = f"data.corpus.train={corpus.train} selects no file that data.corpus.validation does not"
-            raise UserError(what, fix="give the two splits files of their own")
+            what = f"data.corpus.validation={corpus.validation} selects every file of data.corpus.train={corpus.train}"
+            raise UserError(what, fix="give each split its own files")
         return [*train, *validation]
 
     def _select(self, pattern: str) -> list[Source]:
@@ -144,7 +144,7 @@ class Tokens(CorpusKind[TokensCorpus]):
         if not selected:
             raise UserError(
                 f"data.corpus.path={self.corpus.path} has no file {pattern}",
-                fix="name the files of ids by data.corpus.train and data.corpus.validation, as in fineweb_val_*.bin",
+                fix="set data.corpus.train and data.corpus.validation to the files' names, such as fineweb_val_*.bin",
             )
         return _in_order(
             _read_checksums([file._replace(name=file.address.removeprefix(f"{folder}/")) for file in selected])
@@ -229,8 +229,8 @@ def _require_one_format(corpus: Corpus, path: str, names: Sequence[str]) -> None
     suffix = PurePosixPath(by_format[min(by_format)][0]).suffix
     raise UserError(
         f"data.corpus: {path} has files of several formats: {', '.join(counts)}",
-        fix=f"name those to read by a pattern for each format, such as **/*{suffix}, "
-        "or set data.corpus.format if all are of one",
+        fix=f"select the files to read by a pattern, such as **/*{suffix}, "
+        "or set data.corpus.format if all have the same one",
     )
 
 
@@ -258,7 +258,7 @@ def _select_local(path: str, skipped_paths: list[str]) -> Iterator[_Selected]:
             if file.is_file():
                 yield _Selected(os.path.abspath(file), relative)  # noqa: PTH100
             elif file.is_symlink():
-                skipped_paths.append(_escaped(f"{file} leads nowhere"))
+                skipped_paths.append(_escaped(f"{file} is a broken link"))
             else:
                 skipped_paths.append(_escaped(f"{file} is not a file"))
 
@@ -302,8 +302,8 @@ def _select_in_bucket(address: str) -> Iterator[_Selected]:
             continue
         if name != stored.path or re.search(r"[\0\r\n]", name):
             raise UserError(
-                f"data.corpus.paths has {address!r}, where the bucket has the object {stored.path!r}: components that "
-                "are empty or dots, and line breaks, cannot be read; rename it, or give a pattern that leaves it out"
+                f"data.corpus.paths has {address!r}, where the bucket has the object {stored.path!r}: a name with a "
+                "part that is empty or dots, or with a line break, cannot be read; rename it, or leave it out"
             )
         yield _Selected(f"{base}/{name}", name, stored)
 

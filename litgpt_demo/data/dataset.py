@@ -180,7 +180,7 @@ def plan_dataset(data: DataConfig) -> PlannedDataset:
     if data.mixture:
         parts = tuple(map(plan_dataset, data.parts))
         if len({part.content_hash for part in parts}) < len(parts):
-            raise UserError("data.mixture has two sources that are one dataset; add their weights up")
+            raise UserError("data.mixture has two sources that are the same dataset; keep one, and add the weights")
         return PlannedDataset(
             data=data,
             sources=tuple(source for part in parts for source in part.sources),
@@ -223,11 +223,9 @@ def preview_dataset(data: DataConfig) -> PlannedDataset:
 
 def warnings_of(planned: PlannedDataset) -> Iterator[Finding]:
     if planned.skipped_paths:
-        what = f"data.corpus.paths select what is not read, {len(planned.skipped_paths):,} in all: "
+        what = f"data.corpus.paths select {len(planned.skipped_paths):,} paths that are not read: "
         what += first_few(planned.skipped_paths)
-        yield Finding(
-            "warning", "data.left-out", what, "name the files there by a path of their own if they are wanted"
-        )
+        yield Finding("warning", "data.left-out", what, "to read them, add the files' own paths to data.corpus.paths")
     for part in planned.parts or (planned,):
         yield from unseen_separator(part.data.corpus, part.sources)
 
@@ -243,7 +241,7 @@ def _finished(storage: Storage) -> DatasetManifest | None:
         return None
     for address in manifest.ingredients(storage.address()):
         if _finished(open_storage(address)) is None:
-            raise DataError(f"{storage.address()} mixes {address}, which is gone; delete the folder and run again")
+            raise DataError(f"{storage.address()} mixes {address}, which is gone; remove that mixture and run again")
     present, where = set(storage.list()), ""
     if manifest.external_root is not None:
         external, where = open_storage(manifest.external_root), f" in {manifest.external_root}"
@@ -251,8 +249,8 @@ def _finished(storage: Storage) -> DatasetManifest | None:
     missing = sorted({record.path for record in manifest.files} - present)
     if missing:
         raise DataError(
-            f"{storage.address()} has a manifest but {', '.join(missing)} is missing{where}; "
-            "something removed them: delete the folder and run again"
+            f"{storage.address()} has a manifest, but its {', '.join(missing)} is missing{where}; "
+            "remove the dataset's folder and run again"
         )
     return manifest
 
@@ -261,7 +259,7 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
     """Raise UserError if a split has less than one training sample: `length` tokens and the one that follows."""
     if tokens <= length:
         raise UserError(
-            f"{where} has {tokens} tokens, one sample of model.sequence_length={length} needs {length + 1}; "
+            f"{where} has {tokens} tokens, but one sample of model.sequence_length={length} needs {length + 1}; "
             "take more text, a larger data.validation_fraction if this is the validation split, or shorter sequences"
         )
 
@@ -396,7 +394,7 @@ def verify_dataset(address: str) -> DatasetManifest:
     by_path = {scan.record.path: scan for scan in scans if scan}
     problems = list[str]()
     if manifest.format != FORMAT:
-        problems.append(f"the manifest has format {manifest.format}, and this version knows format {FORMAT}")
+        problems.append(f"the manifest has format {manifest.format}, but this version reads format {FORMAT}")
     for record in manifest.files:
         scan = by_path.get(record.path)
         if scan is None:
@@ -405,7 +403,7 @@ def verify_dataset(address: str) -> DatasetManifest:
         for name in ("size", "crc32c", "sha256"):
             found, expected = getattr(scan.record, name), getattr(record, name)
             if found != expected:
-                problems.append(f"{record.path} has {name} {found}, its manifest says {expected}")
+                problems.append(f"{record.path} has {name} {found}, but its manifest says {expected}")
     if manifest.mixture is None:
         for name, split in (("train", manifest.train), ("validation", manifest.validation)):
             of_split = [by_path[record.path] for record in split.files if record.path in by_path]
@@ -421,14 +419,14 @@ def verify_dataset(address: str) -> DatasetManifest:
 def _problems_of_split(manifest: DatasetManifest, name: str, split: Split, scans: Sequence[FileScan]) -> Iterator[str]:
     tokens = sum(scan.record.size for scan in scans) // int(manifest.dtype[-1])  # bytes of an id
     if tokens != split.tokens:
-        yield f"{name} holds {tokens} tokens, its manifest says {split.tokens}"
+        yield f"{name} holds {tokens} tokens, but its manifest says {split.tokens}"
     ends = sum(scan.ends for scan in scans)
     if ends != split.documents:
-        yield f"{name} closes {ends} documents with id {manifest.end_of_text}, its manifest says {split.documents}"
+        yield f"{name} closes {ends} documents with id {manifest.end_of_text}, but its manifest says {split.documents}"
     for scan in scans:
         path = scan.record.path
         if scan.largest_id >= manifest.vocab_size:
-            yield f"{path} holds the id {scan.largest_id}, the vocabulary ends at {manifest.vocab_size - 1}"
+            yield f"{path} holds the id {scan.largest_id}, but the vocabulary ends at {manifest.vocab_size - 1}"
         # Only the last of several files ends with a document.
         is_last = path == split.files[-1].path
         if is_last and scan.record.size and scan.last_id != manifest.end_of_text and not manifest.is_tokenized:

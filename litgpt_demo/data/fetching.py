@@ -101,7 +101,7 @@ Signature = tuple[int, int, int, int]
 def verify_checksum(path: Path, source: Source, expected: Signature | None = None) -> Signature:
     """Return the file's signature if it and the content are as expected; an unchanged file is read once a process."""
     if not path.is_file():
-        raise DataError(f"{source.address} was there when the corpus was listed and is gone; run again")
+        raise DataError(f"{source.address} was removed after the corpus was listed; run again")
     status = path.stat()
     signature = status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
     algorithm, _, listed = source.version.partition(":")
@@ -111,8 +111,8 @@ def verify_checksum(path: Path, source: Source, expected: Signature | None = Non
         checksum = CHECKSUMS[algorithm](path)
     if checksum != listed:
         raise DataError(
-            f"{source.address} has {algorithm} {checksum} ({status.st_size} bytes), listed was {listed} "
-            f"({source.size} bytes): it changed meanwhile or came damaged; run again"
+            f"{source.address} has {algorithm} {checksum} ({status.st_size} bytes), but {listed} ({source.size} bytes) "
+            "was listed: it has changed, or was damaged on its way here; run again"
         )
     if expected not in {None, signature}:  # what was read may be neither the old nor the new text
         raise DataError(f"{source.address} was rewritten while it was read; run again")

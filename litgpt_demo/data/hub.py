@@ -66,18 +66,18 @@ def translate_hub_errors(repository: str, revision: str) -> Iterator[None]:
         reason = one_line(warnings[0].getMessage() if warnings else error)
         raise Unreachable(
             f"the Hub at {hub} cannot be reached for {repository} ({reason})",
-            fix="check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download what is wanted and give its path",
+            fix="check the network, HF_HUB_OFFLINE and HF_ENDPOINT, or download the files yourself and give their path",
         ) from None
     except errors.HfHubHTTPError as error:
         status, refusal = error.response.status_code, f"{hub} refused {repository} at {revision}: {one_line(error)}"
         if status == 429 or status >= 500:
-            raise NetworkError(refusal, fix="the Hub has too much to do, try again later") from None
+            raise NetworkError(refusal, fix="try again later, when the Hub has less load") from None
         advice = {  # the most special class comes first
-            errors.GatedRepoError: "it is gated: accept its conditions on its page, and `hf auth login`",
-            errors.RepositoryNotFoundError: "there is none, or it is private: check the name, and set HF_TOKEN",
-            errors.RevisionNotFoundError: "it has no such branch, tag or commit",
-            errors.EntryNotFoundError: "it has no such file",
-            Exception: "is HF_TOKEN still valid, and is HF_ENDPOINT a Hugging Face Hub?",
+            errors.GatedRepoError: "it is gated: accept its conditions on its page, and run `hf auth login`",
+            errors.RepositoryNotFoundError: "it does not exist, or is private: check the name, and set HF_TOKEN",
+            errors.RevisionNotFoundError: "it has no such branch, tag or commit: check its page",
+            errors.EntryNotFoundError: "it has no such file: check its page",
+            Exception: "check that HF_TOKEN is still valid, and that HF_ENDPOINT is a Hugging Face Hub",
         }
         raise UserError(refusal, fix=next(fix for kind, fix in advice.items() if isinstance(error, kind))) from None
     finally:

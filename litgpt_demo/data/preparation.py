@@ -303,11 +303,12 @@ def _count_file(
     if wrong_format is not None:
         raise UserError(f"{address} is {wrong_format}", fix="give flat little-endian ids, as nanoGPT's train.bin")
     if not record.size or record.size % width:
-        raise UserError(f"{address} has {record.size} bytes, but needs ids of {width} bytes; set data.corpus.dtype")
+        what = f"{address} has {record.size} bytes, which do not split into ids of {width} bytes"
+        raise UserError(what, fix="set data.corpus.dtype, or give a file that is complete")
     _require_width(scan, width, address)
     if scan.largest_id >= manifest.vocab_size:
-        what = f"{address} holds the id {scan.largest_id}, and the last of the tokenizer is {manifest.vocab_size - 1}"
-        raise UserError(f"data.tokenizer: {what}", fix="name the one that made the ids, or data.corpus.dtype")
+        what = f"{address} holds the id {scan.largest_id}, but the tokenizer's last id is {manifest.vocab_size - 1}"
+        raise UserError(f"data.tokenizer: {what}", fix="give the one that made the ids, or set data.corpus.dtype")
     record = scan.record.model_copy(update={"path": source.name})
     is_prefixed = bool(prefix) and scan.head.startswith(np.array(prefix, manifest.dtype).tobytes())
     return Split(documents=scan.ends, tokens=record.size // width, files=(record,)), is_prefixed
@@ -323,8 +324,8 @@ def _require_width(scan: dataset.FileScan, width: int, address: str) -> None:
         found = 4 * width
     fix = "write them as uint32: numpy's ids.astype('<u4').tofile(…)"
     if found == 4:
-        fix = "data.corpus.dtype=uint32"
-    raise UserError(f"{address} looks like ids of {found} bytes: most of every other one of {width} are 0", fix=fix)
+        fix = "set data.corpus.dtype=uint32"
+    raise UserError(f"{address} looks like ids of {found} bytes: as {width} bytes, most of every other are 0", fix=fix)
 
 
 def _survey_all(
@@ -398,9 +399,8 @@ def _require_documents(data: DataConfig, surveyed: Surveyed, count: int) -> None
     places = [place for _, stats in surveyed for place in stats.bad_places]
     ending += workers.skipped_ones(sum(stats.bad for _, stats in surveyed), places)
     raise DataError(
-        f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files; "
-        "one for training and one for validation are the least: give more text, "
-        f"or for text files a data.corpus.separator that cuts it into documents{ending}"
+        f"data.corpus ({data.corpus.kind}) has {count} documents in {files} files, but training and validation need "
+        f"at least one each; give more text, or for text files the data.corpus.separator of its documents{ending}"
     )
 
 
@@ -524,7 +524,7 @@ def _require_whole(storage: Storage, stored: ObjectInfo, parts: Sequence[FileRec
     expected = combine_crc32c(stored.path, (ObjectInfo(piece.path, piece.size, piece.crc32c) for piece in parts))
     if stored != expected:
         raise DataError(
-            f"{storage.address(stored.path)} has crc32c {stored.crc32c}, its {len(parts)} pieces combine to "
+            f"{storage.address(stored.path)} has crc32c {stored.crc32c}, but its {len(parts)} pieces combine to "
             f"{expected.crc32c}; the disk or the bucket damaged it: run again, and if that repeats, on another disk"
         )
 

@@ -410,8 +410,8 @@ def _bad(source: Source, index: int, place: str, problem: TrainLitgptError) -> B
 def _too_long(most: int) -> DataError:
     return DataError(
         f"has more than {most:,} bytes",
-        fix="is it damaged, or is there a data.corpus.separator that cuts it? Else raise data.max_document_bytes: "
-        f"making its tokens takes {_MEMORY_OF_A_BYTE} times as much memory",
+        fix="check that it is not damaged, and set data.corpus.separator if it holds several documents, or raise "
+        f"data.max_document_bytes (tokenizing takes {_MEMORY_OF_A_BYTE} times as much memory)",
     )
 
 
@@ -466,9 +466,9 @@ def _whole_text(stream: io.BufferedReader, source: Source, start: int, most: int
         yield _only(_bad(source, 0, "byte 0", _too_long(most)))
     else:
         raise DataError(
-            f"{source.address} is one document of more than {limit:,} bytes, and making its tokens takes "
-            f"{_MEMORY_OF_A_BYTE} times as much memory, of which no more is free",
-            fix="set data.corpus.separator to what stands between its documents, or cut the file into several",
+            f"{source.address} is one document of more than {limit:,} bytes, but tokenizing it takes "
+            f"{_MEMORY_OF_A_BYTE} times as much memory, and that is not free",
+            fix="set data.corpus.separator to the text between its documents, or split the file",
         )
 
 
@@ -485,9 +485,9 @@ def _require_text(texts: pa.LargeStringArray, source: Source) -> None:
         fields = list(records[0])
         column = "text" if "text" in fields else fields[0]
         raise UserError(
-            f"{source.address} would be read as text, and its lines are JSON objects with the fields {_quoted(fields)}",
+            f"{source.address} would be read as text, but its lines are JSON objects with the fields {_quoted(fields)}",
             fix=f"set data.corpus.format=jsonl and data.corpus.column={column}, or "
-            "data.corpus.format=text to train on the lines as they stand",
+            "data.corpus.format=text to train on the lines as they are",
         )
 
 
@@ -601,7 +601,7 @@ def _json_text(line: bytes, column: str, most: int) -> str:
     except (ValueError, RecursionError) as error:
         raise DataError(f"is not JSON: {error}") from error
     if not isinstance(record, dict):
-        fix = f'a line reads {{{json.dumps(column)}: "…"}}'
+        fix = f'write each line as {{{json.dumps(column)}: "…"}}'
         raise DataError(f"is not a JSON object but {json.dumps(record)[:60]}", fix=fix)
     if column not in record:
         raise UserError(f"has no field {column!r}; it has {_quoted(record)}", fix="set data.corpus.column")
@@ -648,7 +648,7 @@ def row_groups(path: Path, source: Source, column: str) -> Iterator[tuple[Parque
     kind = schema.field(column).type
     text = kind.value_type if isinstance(kind, pa.DictionaryType) else kind  # what pandas writes for categories
     if text not in (pa.string(), pa.large_string(), pa.string_view()):
-        what = f"{source.address} has {kind} in column {column!r}, and documents are strings"
+        what = f"{source.address} has {kind} in column {column!r}, but documents are strings"
         raise UserError(what, fix="set data.corpus.column")
     with _damage(where):
         # The columns there are the leaves of nested ones too.
@@ -682,13 +682,13 @@ def _parquet_texts(path: Path, source: Source, column: str, start: int, end: int
                     yield _batch_of(texts, most, source, place)  # Arrow holds all of a page, and so what is too long
                     row += len(texts)
             if row != rows:
-                raise _damaged(where, f"it has {row:,} rows and the footer says {rows:,}")
+                raise _damaged(where, f"it has {row:,} rows, but the footer says {rows:,}")
 
 
 def _require_bounded(size: int, bound: int, where: str) -> None:
     if size > bound:
         raise DataError(
-            f"{where} holds {size:,} bytes of text or more, and at most {bound:,} are expanded, over {MOST_RATIO:,} "
+            f"{where} holds {size:,} bytes of text or more, but at most {bound:,} are expanded, over {MOST_RATIO:,} "
             "times its size; remove it, or rewrite it without dictionary and compression"
         )
 
@@ -707,4 +707,4 @@ def _damage(where: str) -> Iterator[None]:
 
 def _damaged(where: str, why: object) -> DataError:
     fix = "rewrite it or fetch it again, with smaller row groups if its pages take all memory"
-    return DataError(f"{where}: no readable parquet, damaged or cut off: {why}", fix=fix)
+    return DataError(f"{where}: not readable parquet, damaged or cut off: {why}", fix=fix)

@@ -172,14 +172,14 @@ def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Find
         return
     read = sum(map(len, heads))
     what = f"data.corpus.separator={json.dumps(separator)} is nowhere in the first {read:,} bytes of text"
-    fix = "look at what stands between the documents there, or leave it out if each file is one"
+    fix = "set it to the text between the documents, or remove it if each file is one document"
     # As a shell hands on what is typed there, and as Windows and Unix end lines.
     typed = separator.replace("\\r", "\r").replace("\\n", "\n").replace("\\t", "\t")
     unix = typed.replace("\r\n", "\n")
     for variant in (typed, unix, unix.replace("\n", "\r\n")):
         if any(variant.encode() in head for head in heads):
-            what += f"; found was {json.dumps(variant)}"
-            fix = f"set data.corpus.separator={json.dumps(variant)}, in a shell all of it in quotes: '…'"
+            what += f", but {json.dumps(variant)} is"
+            fix = f"set data.corpus.separator={json.dumps(variant)} (in a shell, put all of it in quotes: '…')"
             break
     yield Finding("warning", "data.separator", what, fix)
 

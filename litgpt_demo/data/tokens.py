@@ -125,12 +125,12 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
-            f"data.tokenizer: {origin} is not a tokenizer, or cut short ({reason}); give the tokenizer.json that "
+            f"data.tokenizer: {origin} is not a tokenizer, or is cut off ({reason}); give the tokenizer.json that "
             "transformers' save_pretrained writes for a fast tokenizer, or {kind: hub, name: openai-community/gpt2}"
         ) from error
     kind = type(tokenizer.model).__name__
     if kind != "BPE":
-        raise UserError(f"data.tokenizer: only BPE tokenizers are supported, and {origin} is a {kind} model")
+        raise UserError(f"data.tokenizer: only BPE tokenizers are supported, but {origin} is a {kind} model")
     # gigatoken 0.10 finds such a token in the middle of a word too; special ones are never registered (Encoder).
     for added in tokenizer.get_added_tokens_decoder().values():
         if added.single_word and not added.special:
@@ -148,7 +148,7 @@ def assemble(files: Mapping[str, bytes], *, origin: str, end_of_text: str | None
         problem = f"has no token {token!r}" if token else "names no end-of-text token"
         raise UserError(
             f"data.tokenizer: {origin} {problem} to close documents with; "
-            "set data.tokenizer.end_of_text, or eos_token in tokenizer_config.json"
+            "give it as {kind: file, path: …, end_of_text: …}, or set eos_token in its tokenizer_config.json"
         )
     # LitGPT puts a BOS before a text by these settings, and lm-evaluation-harness one by its name.
     no_prefix = {"eos_token": token, "bos_token": token, "add_bos_token": False, "add_eos_token": False}
@@ -191,7 +191,7 @@ def train_tokenizer(
             break
     report(len(sample), seen)
     if not sample:
-        raise DataError("data.corpus holds no text: every file of it is empty; give others")
+        raise DataError("data.corpus holds no text: every file of it is empty; give files with text")
     tokenizer, byte_level = HfTokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([byte_level, pre_tokenizers.FixedLength(_LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()

@@ -204,7 +204,7 @@ def _stored_tokenizer(context: PrepContext) -> StoredTokenizer:
     for file in record.files:
         content = storage.read(file.path)
         if sha256(content).hexdigest() != file.sha256:
-            raise DataError(f"{storage.address(file.path)} is not what it was", fix=fix)
+            raise DataError(f"{storage.address(file.path)} has changed since it was written", fix=fix)
         files[file.path.partition("/")[2]] = content
     return assemble(files, origin=storage.address("tokenizer")), record.files
 
@@ -410,7 +410,7 @@ def encode(context: PrepContext, task: EncodeTask) -> EncodeResult | None:
             encoded += len(texts)
         if read != len(keep_mask):
             names = ", ".join(part.source.address for part in shard.parts[:3])
-            raise DataError(f"{names}: not the {len(keep_mask)} documents of before; something changes them, run again")
+            raise DataError(f"{names}: {read} documents instead of {len(keep_mask)} before; run again without changes")
         result = EncodeResult(
             number=shard.number,
             shard=_digest_of(shard),

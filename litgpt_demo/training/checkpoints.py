@@ -102,7 +102,7 @@ def _problems(storage: Storage, records: Iterable[FileRecord]) -> list[str]:
     stored = {file.path: (file.size, file.crc32c) for file in storage.inventory()}
     pairs = [(file.path, stored.get(file.path), (file.size, file.crc32c)) for file in records]
     return [
-        f"{path} has size and crc32c {found}, its manifest says {expected}"
+        f"{path} has size and crc32c {found}, but its manifest says {expected}"
         for path, found, expected in pairs
         if found != expected
     ]

@@ -96,7 +96,7 @@ def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
     [
         (["plan", "poem.txt"], "holds no settings"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
-        (["run", "training.yaml", "data.corpus.paths=[none.txt]"], "no file matches that"),
+        (["run", "training.yaml", "data.corpus.paths=[none.txt]"], "no file matches it"),
         (["run", "training.yaml", "model.config={n_layer: 99, n_embd: 99999, n_head: 1}"], "[train.memory]"),
         (["run", "script.yaml", "args=[--fast, yes]"], "quote it, as 'True'"),
         (["plan", "training.yaml", "root=$HOME/x"], "'$HOME/x' has $HOME, which no shell has replaced"),

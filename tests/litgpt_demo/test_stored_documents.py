@@ -100,8 +100,8 @@ def test_damaged_files_are_fetched_again_and_verified(place: Storage, tmp_path: 
 def test_a_file_that_is_not_as_listed_is_named(place: Storage, tmp_path: Path) -> None:
     listing = filled(place)
     for content, message in (
-        (b"012345678", r"train\.bin has 9 bytes, its manifest says 10"),
-        (b"0123456788", r"train\.bin has crc32c [0-9a-f]{8}, its manifest says 280c069e"),
+        (b"012345678", r"train\.bin has 9 bytes, but its manifest says 10"),
+        (b"0123456788", r"train\.bin has crc32c [0-9a-f]{8}, but its manifest says 280c069e"),
     ):
         place.write("train.bin", content)
         with pytest.raises(DataError, match=message):

@@ -59,7 +59,7 @@ def test_unseen_separator_is_a_warning_with_the_one_found(root: str, tmp_path: P
     warnings = "".join(map(str, warnings_of(plan_dataset(settings_for(tmp_path, corpus=corpus)))))
     nowhere = f"warning [data.separator] data.corpus.separator={json.dumps(separator)} is nowhere in the first "
     assert warnings.startswith(nowhere) if separator != used else warnings == ""
-    advice = f"; found was {json.dumps(used)} -> set data.corpus.separator={json.dumps(used)}, in a shell"
+    advice = f", but {json.dumps(used)} is -> set data.corpus.separator={json.dumps(used)} (in a shell"
     assert (advice in warnings) == (used not in {"", separator})
 
 
@@ -67,7 +67,7 @@ def test_a_dataset_that_lost_a_file_or_its_manifest_is_none(copied: Path, tmp_pa
     planned = plan_dataset(settings_for(corpus_in(tmp_path / "corpus")))
     shutil.copytree(copied, tmp_path / planned.path)
     (tmp_path / planned.path / "val.bin").unlink()
-    with pytest.raises(DataError, match=r"has a manifest but val\.bin is missing; .*delete the folder and run again"):
+    with pytest.raises(DataError, match=r"has a manifest, but its val\.bin is missing; .*folder and run again"):
         finished_dataset(open_storage(str(tmp_path)), planned)
     (copied / "manifest.json").unlink()
     with pytest.raises(DataError, match=r"has no manifest.*train-litgpt prepare"):
@@ -97,10 +97,10 @@ def test_counts_and_ids_that_the_manifest_has_wrong_are_problems(copied: Path) -
     largest = int(np.memmap(copied / "train.bin", dtype=manifest.dtype, mode="r").max())
     wrong = manifest.train.model_copy(update={"tokens": 1, "documents": 20})
     assert problems(copied, train=wrong)[:-1] == [
-        f"train holds {manifest.train.tokens} tokens, its manifest says 1",
-        f"train closes 18 documents with id {manifest.end_of_text}, its manifest says 20",
+        f"train holds {manifest.train.tokens} tokens, but its manifest says 1",
+        f"train closes 18 documents with id {manifest.end_of_text}, but its manifest says 20",
     ]
-    problem = f"train.bin holds the id {largest}, the vocabulary ends at {largest - 1}"
+    problem = f"train.bin holds the id {largest}, but the vocabulary ends at {largest - 1}"
     assert problem in problems(copied, train=manifest.train, vocab_size=largest)
     problem = f"val.bin ends in the middle of a document: its last id is {manifest.end_of_text}"
     assert problem in problems(copied, end_of_text=299)

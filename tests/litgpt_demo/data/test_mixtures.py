@@ -197,7 +197,7 @@ def test_sources_of_a_mixture_are_datasets_staged_with_it(root: str, tmp_path: P
     with pytest.raises(DataError, match=r"mixes .*texts-\w+, which is gone"):
         finished_dataset(storage, planned)
     twice = data.model_copy(update={"mixture": (data.mixture[0], data.mixture[0])})
-    with pytest.raises(UserError, match="two sources that are one dataset"):
+    with pytest.raises(UserError, match="two sources that are the same dataset"):
         plan_dataset(twice)
 
 

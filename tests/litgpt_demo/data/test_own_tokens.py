@@ -132,9 +132,9 @@ def shard_of(samples: list[bytes], head: bytes) -> bytes:
         ({"train.bin": TEXTS[0].encode() * 99}, "<u2", "train.bin is text"),
         ({"train.bin": gzip.compress(IDS.tobytes())}, "<u2", "is compressed by gzip; decompress it"),
         ({"train.bin": (20240801).to_bytes(4, "little") + bytes(1020)}, "<u4", "is a file of llm.c, which has a h"),
-        ({"train.bin": IDS + 10}, "<u2", r"train\.bin holds the id 308, and the last of the tokenizer is 299"),
+        ({"train.bin": IDS + 10}, "<u2", r"train\.bin holds the id 308, but the tokenizer's last id is 299"),
         ({"train.bin": IDS}, "<u4", r"looks like ids of 4 bytes.*data\.corpus\.dtype=uint32"),
-        ({"train.bin": b"abc"}, "<u2", r"has 3 bytes, but needs ids of 2 bytes; set data\.corpus\.dtype"),
+        ({"train.bin": b"abc"}, "<u2", r"has 3 bytes, which do not split into ids of 2 bytes; set data\.corpus\.dtype"),
         ({"train.bin": b"LITPKDS\0" * 20}, "<u2", "is a file of LitGPT's packed dataset, which has a header"),
         ({"chunk-0-0.bin": IDS}, "<u2", r"has no file train\*\.bin.*data\.corpus\.train"),
     ],
@@ -151,7 +151,7 @@ def test_token_files_are_copied_after_all_were_checked(
 ) -> None:
     """A file belongs to one split only."""
     monkeypatch.chdir(put(str(tmp_path / "data"), {"train.bin": IDS, "val.bin": IDS + 10}))
-    with pytest.raises(TrainLitgptError, match=r"selects no file that data\.corpus\.validation does not"):
+    with pytest.raises(TrainLitgptError, match=r"selects every file of data\.corpus\.train"):
         plan_dataset(data_at("../data", tmp_path, train="./*.bin", validation="*.bin"))
     with pytest.raises(TrainLitgptError, match="holds the id 308"):
         made(data_at("../data", tmp_path), bucket.address("root"))

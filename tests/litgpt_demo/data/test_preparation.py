@@ -241,7 +241,7 @@ SKIPPED = r"left out 1,203 bad ones: a\.jsonl, line 1: has 7 .*; a\.jsonl, line 
 @pytest.mark.parametrize(
     ("texts", "fields", "message"),
     [
-        (TEXTS[:1], {}, "has 1 documents in 2 files; .*give more text"),
+        (TEXTS[:1], {}, "has 1 documents in 2 files, but .*give more text"),
         (TEXTS, {"filters": {"min_characters": 1000}}, "has 0 documents .*; 21 more are .* dropped by data"),
         (TEXTS, {"validation_fraction": 0.99}, r"=0\.99 of 21 documents leaves none to train on"),
         ([], BAD, SKIPPED),

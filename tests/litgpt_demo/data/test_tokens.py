@@ -145,9 +145,9 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_by_its_path(tokenizer: Token
     for number, (files, message) in enumerate(
         [
             ({}, "tokenizer.json is not a file; kind=file takes the path"),
-            ({"tokenizer.json": definition[:-9]}, r"cut short \(.*EOF while parsing"),
+            ({"tokenizer.json": definition[:-9]}, r"is cut off \(.*EOF while parsing"),
             ({"tokenizer.json": definition, "tokenizer_config.json": b'{"eos_token": "</s>"}'}, "has no token '</s>'"),
-            ({"tokenizer.json": without_end}, r"names no end-of-text token.*set data\.tokenizer\.end_of_text"),
+            ({"tokenizer.json": without_end}, r"names no end-of-text token.*\{kind: file, path: …, end_of_text: …\}"),
             (spoilt, r"not a tokenizer.*expected u32 at"),
             ({"tokenizer.json": POINTER}, "tokenizer.json of .* is a Git LFS pointer.*`git lfs pull`"),
             ({"tokenizer.json": definition, "tokenizer_config.json": POINTER}, "tokenizer_config.json of .* Git LFS"),
@@ -188,6 +188,6 @@ def test_tokenizer_of_the_hub_is_used_or_refused_by_its_name(
     with pytest.raises(UserError, match=r"owner/model at main: .*it has no such file"):
         from_hub()
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"cannot be reached for owner/model \(.*Connection refused.*give its path"):
+    with pytest.raises(UserError, match=r"cannot be reached for owner/model \(.*Connection refused.*give their path"):
         from_hub()
     assert caplog.text == "", "its library retries without a word"

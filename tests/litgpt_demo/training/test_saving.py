@@ -227,7 +227,7 @@ def test_nothing_is_removed_before_its_successor_verifies(new_training: NewTrain
         saver.finish()
         training.run.write("rotten", b"")
         saver.save(2, None)
-        with pytest.raises(DataError, match=r"__0_0\.distcp has crc32c \w+, its manifest says"):
+        with pytest.raises(DataError, match=r"__0_0\.distcp has crc32c \w+, but its manifest says"):
             saver.finish()
         assert steps_kept(training) == [1]
         training.run.remove("rotten")

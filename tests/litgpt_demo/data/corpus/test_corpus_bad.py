@@ -129,8 +129,8 @@ NOISE = as_jsonl([random.Random(0).randbytes(200_000).hex()])
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("f.parquet", PARQUET[:-20], ", footer: no readable parquet, damaged or cut off"),
-        ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: no readable"),
+        ("f.parquet", PARQUET[:-20], ", footer: not readable parquet, damaged or cut off"),
+        ("f.parquet", PARQUET.replace(b"120 word", b"120 wurd"), ", row group 60: not readable"),
         ("f.jsonl.gz", gzip.compress(NOISE)[:-9], " is damaged gzip after byte "),
         ("f.txt.gz", gzip.compress(b"one") + b"tail", " is damaged gzip after byte 3 "),
         ("f.txt.zst", COMPRESS[".zst"](NOISE)[:-1], " is damaged zstd after byte "),
@@ -150,12 +150,12 @@ def test_unreadable_parquet_file_is_refused_with_the_reason(tmp_path: Path, monk
     corpus = files(write(tmp_path / "corpus", {"a.parquet": as_parquet(TEXTS)}))
     with pytest.raises(UserError, match="has no column 'body'; it has 'id', 'text'"):
         read(corpus.model_copy(update={"column": "body"}), tmp_path)
-    with pytest.raises(UserError, match="has int64 in column 'id', and documents are strings"):
+    with pytest.raises(UserError, match="has int64 in column 'id', but documents are strings"):
         read(corpus.model_copy(update={"column": "id"}), tmp_path)
 
     monkeypatch.setattr("litgpt_demo.data.readers.MOST_RATIO", 0)
     monkeypatch.setattr("litgpt_demo.data.readers.SLACK", 0)
-    with pytest.raises(DataError, match=r"row group 0 holds .* bytes of text or more, and at most 0 are expanded"):
+    with pytest.raises(DataError, match=r"row group 0 holds .* bytes of text or more, but at most 0 are expanded"):
         read(corpus, tmp_path)
 
 
@@ -283,5 +283,5 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, name: s
         # Another text of the same size at the same time, as two writes within one tick of the clock leave it.
         path.write_bytes(path.read_bytes().replace(b"199 word", b"199 bird"))
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-        with pytest.raises(DataError, match=rf"{name} has crc32c .* listed was .*changed meanwhile"):
+        with pytest.raises(DataError, match=rf"{name} has crc32c .* was listed: it has changed"):
             list(found)
