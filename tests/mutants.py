@@ -81,7 +81,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "price.usd * seconds / 3600", "launcher/checks/test_arithmetic.py"),
     ("gone-without-proof", "launcher/platforms/kubernetes/platform.py", "if refused:\n            rest",
      "if refused and remaining:\n            rest",
-     "launcher/platforms/kubernetes/test_gke_cancel.py"),
+     "launcher/platforms/kubernetes/test_kubernetes_cancel.py"),
     ("pods-of-two-lives", "launcher/platforms/kubernetes/render.py", '"restartStrategy": "BlockingRecreate"',
      '"restartStrategy": "Recreate"',
      "launcher/platforms/kubernetes/test_rendering.py::test_next_life_starts_after_the_last_pod_of_this_one"),

@@ -84,7 +84,7 @@ def strict_place(folder: Path) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def gke_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") -> Iterator[Place]:
+def kubernetes_place(folder: Path, *, simulate: bool = True, workload: str = "jobset") -> Iterator[Place]:
     from kubernetes_cluster import running_cluster
 
     from launcher.platforms.kubernetes.platform import KubernetesPlatform
@@ -192,7 +192,7 @@ def slurm_place(folder: Path) -> Iterator[Place]:
 PLACES = {
     "local": local_place,
     "strict": strict_place,
-    "kubernetes": gke_place,
+    "kubernetes": kubernetes_place,
     "runai": runai_place,
     "runai-v1": partial(runai_place, variant="v1", version="2.13"),
     "runai-v2": partial(runai_place, variant="v2"),

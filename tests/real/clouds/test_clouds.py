@@ -24,12 +24,12 @@ from litgpt_demo.metrics import curve, rows_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
 from test_platform_contract import *  # noqa: F403  the same tests, with the places of this file
-from test_platform_contract import Place, batch_place, gke_place, local_place, runai_place, submitted
+from test_platform_contract import Place, batch_place, kubernetes_place, local_place, runai_place, submitted
 
 PLACES = {
     "local": local_place,
-    "kubernetes": partial(gke_place, simulate=False),
-    "gke-job": partial(gke_place, simulate=False, workload="job"),
+    "kubernetes": partial(kubernetes_place, simulate=False),
+    "kubernetes-job": partial(kubernetes_place, simulate=False, workload="job"),
     "runai-v1": partial(runai_place, simulate=False, variant="v1", version="2.13"),
     "runai-v2": partial(runai_place, simulate=False, variant="v2"),
     "runai-rest": partial(runai_place, simulate=False, variant="rest"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import gke_jobs
+import kubernetes_jobs
 import pytest
 import real_cluster
 from kubernetes_cluster import running_cluster
@@ -105,7 +105,7 @@ def test_check_finds_what_keeps_a_job_from_running(
     control_plane: str, tmp_path: Path, settings: dict[str, Any], found: str, why: str
 ) -> None:
     with platform_of(control_plane, **settings) as platform:
-        submission = platform.render(gke_jobs.job(tmp_path, "contract-words"))
+        submission = platform.render(kubernetes_jobs.job(tmp_path, "contract-words"))
         assert found in {finding.code for finding in platform.check(submission)}
         job_id = platform.submit(submission)
         until(lambda: why in {finding.code for finding in platform.status(job_id).reasons})

@@ -20,7 +20,7 @@ from launcher.images.settings import PrebuiltImage
 from launcher.yaml_files import read_yaml
 
 sys.path.append(str(Path(__file__).parents[2] / "launcher" / "platforms"))
-from test_platform_contract import Place, batch_place, gke_place, runai_place
+from test_platform_contract import Place, batch_place, kubernetes_place, runai_place
 
 NAMES = sorted(
     f"{'run-torchrun' if 'run_torchrun' in deployment['entrypoint'] else 'train-litgpt'}/{deployment['name']}"
@@ -33,7 +33,7 @@ NAMES = sorted(
 def place_of(name: str, folder: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
     """The stand-in of the deployment's platform, and the settings by which it is found."""
     if "gke" in name or "kubernetes" in name:
-        with gke_place(folder) as place:
+        with kubernetes_place(folder) as place:
             found = {"kind": "kubernetes", "cluster": None, "location": None}
             found |= {"kubeconfig": place.platform._settings.kubeconfig}
             yield place, found | {"pvc": "scratch", "pvc_path": str(folder)}

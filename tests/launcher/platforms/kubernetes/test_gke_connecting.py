@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 import yaml
 from certificates import certificate_in
-from gke_jobs import job, started
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from google_cloud import PROJECT, GoogleCloud, google_cloud
 from kubernetes_cluster import Cluster
+from kubernetes_jobs import job, started
 from waiting import until
 
 from launcher.errors import ConfigProblem, LoginProblem, PlatformUnreachable

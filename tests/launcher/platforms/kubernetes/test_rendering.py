@@ -122,13 +122,13 @@ def everything() -> list[Sent]:
 def test_submissions_differ_from_the_golden_one_in_these_fields() -> None:
     shown = {name: sent(options).submission for name, options in SHOWN.items()}
     for name, submission in shown.items():
-        require_golden(f"gke/{name}.yaml", str(submission))
+        require_golden(f"kubernetes/{name}.yaml", str(submission))
     found = {
         name: {"from": file, **differences(shown[file], sent(variant(name)).submission)}
         for name, (file, _) in VARIANTS.items()
     }
-    require_differences("gke/differences.yaml", found)
-    assert {path.stem for path in (GOLDEN / "gke").glob("*.yaml")} == {*SHOWN, "differences"}
+    require_differences("kubernetes/differences.yaml", found)
+    assert {path.stem for path in (GOLDEN / "kubernetes").glob("*.yaml")} == {*SHOWN, "differences"}
 
 
 def test_api_knows_each_rendered_field() -> None:

@@ -16,7 +16,7 @@ IMAGE = "127.0.0.1:1/litgpt/train@sha256:" + 64 * "1"
 """In a registry that says at once that it is not there."""
 
 
-def gke(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> KubernetesPlatform:
+def kubernetes(cluster: Cluster, *, removal: float = 60.0, **settings: Any) -> KubernetesPlatform:
     """The platform, by the cluster's kubeconfig."""
     settings = {
         "kind": "kubernetes",
@@ -43,7 +43,7 @@ def started(cluster: Cluster, platform: KubernetesPlatform, job: Job) -> JobId:
 
 def begun(cluster: Cluster, folder: Path, **settings: Any) -> tuple[KubernetesPlatform, JobId]:
     """A platform with these settings, and a job that runs on it."""
-    platform = gke(cluster, **settings)
+    platform = kubernetes(cluster, **settings)
     return platform, started(cluster, platform, job(folder))
 
 

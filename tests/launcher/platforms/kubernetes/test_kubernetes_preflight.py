@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import add_tcpx_networks, gke, job
 from google.cloud.container_v1.types import Cluster as GoogleCluster
 from kubernetes_cluster import Cluster
+from kubernetes_jobs import add_tcpx_networks, job, kubernetes
 
 from launcher.networks import tcpx
 from launcher.platforms.kubernetes.capacity import pools
@@ -21,7 +21,8 @@ RUNS = "gs://training/runs"
 
 def found(cluster: Cluster, **settings: Any) -> dict[str, Finding]:
     """Findings by code, without the good news."""
-    return {finding.code: finding for finding in findings_of(gke(cluster, **settings)) if finding.severity != "info"}
+    findings = findings_of(kubernetes(cluster, **settings))
+    return {finding.code: finding for finding in findings if finding.severity != "info"}
 
 
 def findings_of(platform: KubernetesPlatform) -> list[Finding]:
@@ -32,7 +33,8 @@ def findings_of(platform: KubernetesPlatform) -> list[Finding]:
 def test_complete_cluster_passes_each_check(bare: Cluster) -> None:
     bare.add_nodes(2)
     bare.add_queue("research")
-    assert {finding.code for finding in findings_of(gke(bare, queue="research")) if finding.severity == "info"} >= {
+    findings = findings_of(kubernetes(bare, queue="research"))
+    assert {finding.code for finding in findings if finding.severity == "info"} >= {
         "kubernetes.version", "kubernetes.permissions", "kubernetes.namespace", "kubernetes.jobset",
         "kubernetes.queue", "kubernetes.machines",
     }  # fmt: skip

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from gke_jobs import begun, end_of, gke, job, started
 from kubernetes_cluster import Cluster
+from kubernetes_jobs import begun, end_of, job, kubernetes, started
 from waiting import until
 
 from launcher.errors import PlatformUnreachable
@@ -87,7 +87,7 @@ def test_node_evicted_from_a_full_machine_was_not_preempted(
 
 
 def test_status_has_the_signal_or_the_lack_of_memory_of_a_node(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, workload="job")
+    platform = kubernetes(cluster, workload="job")
     for name, out_of_memory, code in (("one", False, -9), ("two", True, EXIT_CODES[FailureClass.OUT_OF_MEMORY])):
         job_id = started(cluster, platform, job(tmp_path, name))
         cluster.kill(cluster.pods(f"{name}-1-0")[0]["metadata"]["name"], out_of_memory=out_of_memory)

@@ -4,12 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import IMAGE, gke, job
 from kubernetes_cluster import Cluster
+from kubernetes_jobs import IMAGE, job, kubernetes
 from waiting import until
 
 from launcher.job import JobId, JobState
-from launcher.platforms.kubernetes import platform as gke_module
+from launcher.platforms.kubernetes import platform as kubernetes_module
 from launcher.platforms.kubernetes.platform import KubernetesPlatform
 from launcher.platforms.kubernetes.reasons import advice, refusals, unschedulable
 from litgpt_demo.errors import Finding
@@ -20,12 +20,12 @@ A3: dict[str, Any] = {"machine": "a3-highgpu-8g", "processes_per_node": 8}
 
 @pytest.fixture(autouse=True)
 def _asked_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gke_module, "_EXPLAIN", 0.0)
+    monkeypatch.setattr(kubernetes_module, "_EXPLAIN", 0.0)
 
 
 def waiting(cluster: Cluster, folder: Path, **settings: Any) -> tuple[KubernetesPlatform, JobId]:
     """A job that has no machines."""
-    platform = gke(cluster, **settings)
+    platform = kubernetes(cluster, **settings)
     return platform, platform.submit(platform.render(job(folder, processes=settings.get("processes_per_node", 1))))
 
 

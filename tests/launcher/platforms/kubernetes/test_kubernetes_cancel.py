@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from gke_jobs import begun, gke, job, started
 from kubernetes_cluster import Cluster
+from kubernetes_jobs import begun, job, kubernetes, started
 from waiting import until
 
 from launcher.errors import PlatformRefused, PlatformUnreachable
@@ -22,7 +22,7 @@ def remaining(cluster: Cluster) -> list[str]:
 @pytest.mark.parametrize("workload", ["jobset", "job"])
 def test_cancel_removes_all_of_a_job_but_nothing_of_others(cluster: Cluster, tmp_path: Path, workload: str) -> None:
     cluster.add_nodes(4)
-    platform = gke(cluster, workload=workload)
+    platform = kubernetes(cluster, workload=workload)
     first = started(cluster, platform, job(tmp_path, "other"))
     second = started(cluster, platform, job(tmp_path, nonce="bbbbbb", root="second", directory=str(tmp_path / "two")))
     before = remaining(cluster)
@@ -42,7 +42,7 @@ def test_cancel_removes_objects_that_have_lost_their_owner(cluster: Cluster, tmp
     pod = {"containers": [{"name": "node", "image": "x"}], "restartPolicy": "Never"}
     cluster.apply("pods", {"metadata": {"name": "demo-1-000000-0", "labels": labels}, "spec": pod})
     cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
-    platform = gke(cluster, workload="job")
+    platform = kubernetes(cluster, workload="job")
     platform.cancel(platform.render(job(tmp_path)).job_id)
     assert remaining(cluster) == []
 
@@ -57,7 +57,7 @@ def test_delete_keeps_a_later_object_of_the_same_name(cluster: Cluster) -> None:
     cluster.apply("services", service)
     [new] = cluster.objects("services")
     for thing, kept in ((old, [new]), (new, []), (new, [])):
-        gke(cluster).cluster.delete_one(SERVICES, thing)
+        kubernetes(cluster).cluster.delete_one(SERVICES, thing)
         assert cluster.objects("services") == kept
 
 
@@ -75,7 +75,7 @@ def test_cancel_names_what_remains_with_its_finalizer(cluster: Cluster, tmp_path
     held = r"1 pods \(demo-1-000000-nodes-0-1-\w+ on node-\d; held by .*example.com/stuck"
     until(lambda: re.search(held, message()))
     cluster.change("pods", pod, lambda thing: thing["metadata"]["finalizers"].remove("example.com/stuck"))
-    gke(cluster).cancel(job_id)
+    kubernetes(cluster).cancel(job_id)
     assert remaining(cluster) == []
 
 
@@ -99,7 +99,7 @@ def test_cancel_names_forbidden_kinds_and_deletes_the_rest(
     bare: Cluster, tmp_path: Path, kinds: list[str], verbs: list[str], refused: str, rest: str
 ) -> None:
     """A kind is forbidden if it may not be listed or deleted."""
-    platform = gke(bare, machine="a4-highgpu-8g", network="gib", network_attach="dra")
+    platform = kubernetes(bare, machine="a4-highgpu-8g", network="gib", network_attach="dra")
     job_id = platform.submit(platform.render(job(tmp_path, processes=8)))
     assert len(bare.objects("resourceclaimtemplates")) == 1
     bare.allow([{"apiGroups": ["*"], "resources": kinds, "verbs": verbs}])

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from gke_jobs import begun, gke, job, started
 from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_jobs import begun, job, kubernetes, started
 from waiting import until
 
 from launcher.errors import PlatformRefused
@@ -12,7 +12,7 @@ from launcher.job import JobState, Submission
 
 
 def test_submit_refuses_a_job_whose_jobset_exists(cluster: Cluster, tmp_path: Path) -> None:
-    platform, second = gke(cluster, workload="jobset"), gke(cluster, workload="job")
+    platform, second = kubernetes(cluster, workload="jobset"), kubernetes(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
     with pytest.raises(PlatformRefused, match="job default/demo-1-000000"):
         second.submit(second.render(job(tmp_path)))
@@ -32,14 +32,14 @@ def test_ended_job_is_not_submitted_as_a_jobset(cluster: Cluster, tmp_path: Path
     platform, job_id = begun(cluster, tmp_path, workload="job", network_policy=False)
     cluster.finish("demo")
     until(lambda: platform.status(job_id).state is JobState.SUCCEEDED)
-    second = gke(cluster, workload="jobset", network_policy=False)
+    second = kubernetes(cluster, workload="jobset", network_policy=False)
     with pytest.raises(PlatformRefused, match="two jobs would overwrite"):
         second.submit(second.render(job(tmp_path)))
     assert cluster.objects("jobsets") == []
 
 
 def test_submit_makes_one_job_when_an_answer_is_lost(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
+    platform = kubernetes(cluster)
     cluster.answer(500, times=1, verb="create", resource="jobsets")
     platform.submit(platform.render(job(tmp_path)))
     cluster.answer(429, times=1, verb="create", resource="jobsets", retry_after=0)
@@ -48,7 +48,7 @@ def test_submit_makes_one_job_when_an_answer_is_lost(cluster: Cluster, tmp_path:
 
 
 def test_submit_removes_its_objects_when_a_later_one_is_refused(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, workload="job")
+    platform = kubernetes(cluster, workload="job")
     cluster.allow([{"apiGroups": ["*"], "resources": ["jobs", "jobsets"], "verbs": ["*"]}])
     with pytest.raises(PlatformRefused, match=r"cannot create resource .*have the Role of deployments/rbac.yaml"):
         platform.submit(platform.render(job(tmp_path)))
@@ -57,7 +57,7 @@ def test_submit_removes_its_objects_when_a_later_one_is_refused(cluster: Cluster
 
 def test_owned_objects_are_deleted_with_their_job(cluster: Cluster, tmp_path: Path) -> None:
     """A Job that is removed when its time is over takes its Service and its NetworkPolicy along."""
-    platform = gke(cluster, workload="job")
+    platform = kubernetes(cluster, workload="job")
     platform.submit(platform.render(job(tmp_path)))
     until(lambda: len(cluster.pods("demo")) == 2)
     for owned in ("services", "networkpolicies"):
@@ -67,7 +67,7 @@ def test_owned_objects_are_deleted_with_their_job(cluster: Cluster, tmp_path: Pa
 
 
 def test_submit_keeps_a_service_of_another_owner(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster, workload="job")
+    platform = kubernetes(cluster, workload="job")
     cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
     with pytest.raises(PlatformRefused, match="Service demo-1-000000 exists, but belongs to something else"):
         platform.submit(platform.render(job(tmp_path)))
@@ -78,7 +78,7 @@ def test_submit_keeps_a_service_of_another_owner(cluster: Cluster, tmp_path: Pat
 @pytest.mark.parametrize("workload", ["jobset", "job"])
 def test_submit_keeps_a_job_of_another_run(cluster: Cluster, tmp_path: Path, workload: str) -> None:
     """A job of the same name whose label names another run, as of another root, is not taken for this one."""
-    platform = gke(cluster, workload=workload)
+    platform = kubernetes(cluster, workload=workload)
     platform.submit(platform.render(job(tmp_path, root="first")))
     before = cluster.objects(f"{workload}s")
     with pytest.raises(PlatformRefused, match="demo-1-000000 exists, but belongs to something else"):
@@ -87,10 +87,11 @@ def test_submit_keeps_a_job_of_another_run(cluster: Cluster, tmp_path: Path, wor
 
 
 def test_submit_refuses_before_it_creates_anything(cluster: Cluster, tmp_path: Path) -> None:
-    platform = gke(cluster)
+    platform = kubernetes(cluster)
+    nowhere = kubernetes(cluster, namespace="nowhere")
     bad: dict[str, Submission] = {
         "the submission has no image; build it first": platform.render(job(tmp_path, image=None)),
-        "create the namespace, or fix platform.namespace": gke(cluster, namespace="nowhere").render(job(tmp_path)),
+        "create the namespace, or fix platform.namespace": nowhere.render(job(tmp_path)),
         "cannot be written": platform.render(job(tmp_path, directory="/dev/null/attempts/1")),
     }
     for problem, submission in bad.items():
@@ -101,7 +102,7 @@ def test_submit_refuses_before_it_creates_anything(cluster: Cluster, tmp_path: P
 
 def test_auto_renders_a_job_when_the_cluster_has_no_jobset(tmp_path: Path) -> None:
     with running_cluster(simulate=True, jobset=None) as cluster:
-        blind, platform = gke(cluster, workload="auto"), gke(cluster, workload="auto")
+        blind, platform = kubernetes(cluster, workload="auto"), kubernetes(cluster, workload="auto")
         submission = blind.render(job(tmp_path))
         with pytest.raises(PlatformRefused, match=r"has no JobSet; install it .* or set platform\.workload=job"):
             blind.submit(submission)  # nobody has looked before

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from gke_jobs import add_tcpx_networks, gke, job
 from kubernetes_cluster import Cluster, running_cluster
+from kubernetes_jobs import add_tcpx_networks, job, kubernetes
 from waiting import until
 
 from launcher.errors import LoginProblem
@@ -62,7 +62,7 @@ def furnished(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
 
 def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
     """Checked, submitted, submitted again, waiting, running if it does not wait for ever, read, cancelled."""
-    platform = gke(cluster, **LIVES[name])
+    platform = kubernetes(cluster, **LIVES[name])
     submission = platform.render(job(folder, name, processes=platform._settings.processes_per_node))
     platform.check_access()
     assert [
@@ -84,7 +84,7 @@ def a_whole_life(cluster: Cluster, folder: Path, name: str) -> None:
 def test_role_is_sufficient_and_has_no_unused_rule(furnished: Cluster, tmp_path: Path) -> None:
     for name in LIVES:
         a_whole_life(furnished, tmp_path, name)
-    platform = gke(furnished, priority="batch")
+    platform = kubernetes(furnished, priority="batch")
     assert "kubernetes.priority" in {
         finding.code for finding in platform.check(platform.render(job(tmp_path, "batch")))
     }
@@ -98,7 +98,7 @@ def test_role_is_sufficient_and_has_no_unused_rule(furnished: Cluster, tmp_path:
 
 def test_check_access_names_all_missing_permissions(cluster: Cluster) -> None:
     cluster.allow([])
-    platform = gke(cluster)
+    platform = kubernetes(cluster)
     with pytest.raises(LoginProblem, match=r"deployments/rbac\.yaml") as refused:
         platform.check_access()
     rights = [f"{verb} {resource}" for verb, resource in needed(platform._settings, "jobset")]

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gke_jobs import begun, gke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kubernetes_cluster import Cluster
+from kubernetes_jobs import begun, kubernetes
 from waiting import until
 
 from launcher.errors import PlatformUnreachable
@@ -77,11 +77,11 @@ def test_position_returns_the_same_lines_to_every_reader(cluster: Cluster, tmp_p
     say(cluster, 0, "d")
     until(lambda: len(platform.logs(job_id, before).lines) == 2)
     platform.close()
-    assert texts(read(gke(cluster), job_id, before, lines=2)[0]) == ["c", "d"]
-    assert texts(read(gke(cluster), job_id, lines=4)[0]) == ["a", "b", "c", "d"]
+    assert texts(read(kubernetes(cluster), job_id, before, lines=2)[0]) == ["c", "d"]
+    assert texts(read(kubernetes(cluster), job_id, lines=4)[0]) == ["a", "b", "c", "d"]
     cluster.answer(503, resource="pods/log")
     with pytest.raises(PlatformUnreachable):  # no page without the lines
-        gke(cluster).logs(job_id)
+        kubernetes(cluster).logs(job_id)
 
 
 def test_next_life_of_a_node_has_its_own_log(cluster: Cluster, tmp_path: Path) -> None:
