@@ -16,7 +16,7 @@ from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import ValidationError
@@ -38,6 +38,7 @@ from launcher.config import (
     config_document,
     overrides_of,
     read_platform_file,
+    settings_of,
     validated,
 )
 from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
@@ -517,42 +518,23 @@ def settings(
     kind: Annotated[str, typer.Option(help="training, script, sweep or network (the network benchmark)")] = "training",
     as_json: Json = False,
 ) -> None:
-    """List every setting of a config, with its default and its meaning."""
+    """List every setting of a config, with its default and its meaning.
+
+    The pages of docs/reference/settings also have the type and the unit of each.
+    """
     kinds: dict[str, type[Settings]] = {
         "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
     }  # fmt: skip
     if kind not in kinds:
         raise ConfigProblem(f"unknown --kind={kind!r}; choose one of {', '.join(kinds)}")
-    rows = [row for row in _settings_of(kinds[kind]) if row["setting"].startswith(prefix)]
+    rows = [
+        {"setting": setting.name, "default": setting.default, "meaning": setting.meaning}
+        for setting in settings_of(kinds[kind])
+        if setting.name.startswith(prefix)
+    ]
     if not rows:
         raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
     _print_table(_print_json(rows))
-
-
-def _settings_of(model: type[Settings], prefix: str = "", section: Any = None) -> Iterator[dict[str, str]]:
-    """Yield the settings of a model and its sections in the order of the form; defaults as JSON, which YAML reads. The
-    defaults of a `section` may differ from those of its model."""
-    for name in model.model_json_schema()["properties"]:
-        field = model.model_fields[name]
-        value = getattr(section, name) if isinstance(section, model) else field.default
-        sections = list(_sections(field.annotation))
-        if not sections or value is None:
-            default, meaning = "", field.description or ""
-            if name == "kind":
-                default, meaning = get_args(field.annotation)[0], model.__doc__ or ""
-            elif not field.is_required():
-                default = json.dumps(value, ensure_ascii=False)
-            setting = f"{prefix}{name}"
-            yield {"setting": setting, "default": default, "meaning": " ".join(meaning.split())}
-        for kind in sections:
-            yield from _settings_of(kind, f"{prefix}{name}.", value)
-
-
-def _sections(annotation: Any) -> Iterator[type[Settings]]:
-    if isinstance(annotation, type) and issubclass(annotation, Settings):
-        yield annotation
-    for part in get_args(annotation):
-        yield from _sections(part)
 
 
 @app.command()

@@ -5,9 +5,11 @@ Each function of PAGES returns one page. The pages are committed, so that a chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from docs.markdown import page, table
+from docs.reference_settings import SETTINGS_PAGES
 from launcher.runs.diagnosis import ADVICE
 from litgpt_demo.config import RestartRule, RestartSettings
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
@@ -17,27 +19,11 @@ DOCS = Path(__file__).parent
 
 def write() -> None:
     """Write each page whose text has changed."""
-    for name, page in PAGES.items():
-        file, text = DOCS / name, page()
+    for name, text_of in PAGES.items():
+        file, text = DOCS / name, text_of()
         if not file.is_file() or file.read_text("utf-8") != text:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
-
-
-def page(title: str, source: str, *parts: str) -> str:
-    """Return a page; each part is a paragraph or a table."""
-    comment = (
-        f"<!-- Generated from {source} by docs/reference.py. Do not edit; change the source and run `make docs`. -->"
-    )
-    return "\n\n".join((comment, f"# {title}", *filter(None, parts))) + "\n"
-
-
-def table(*columns: str, rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. A cell is one line, in which no | ends it."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
 
 
 _ADVICE: Mapping[FailureClass, str] = {
@@ -92,6 +78,7 @@ def _what_follows(fault: FailureClass) -> str:
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
+    **{f"reference/settings/{name}.md": settings.text for name, settings in SETTINGS_PAGES.items()},
     "reference/exit-codes.md": exit_codes,
 }
 """Path below docs/ to the function that returns the page."""

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from functools import cache, reduce
 from operator import or_
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias, TypeVar, cast, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+)
 
 import yaml
 from pydantic import BeforeValidator, Field, JsonValue, ValidationError, model_validator
@@ -532,7 +545,7 @@ def _unknown_setting(kind: type[Settings], section: Sequence[str | int], name: s
     near = difflib.get_close_matches(name, candidates, n=1 if name in candidates else 2)
     if near:
         return f"unknown setting; did you mean {' or '.join(candidates[setting] for setting in near)}?"
-    return f"unknown setting; choose one of {', '.join(siblings)}"
+    return f"unknown setting; choose one of {', '.join(siblings)}; docs/reference/settings explains them"
 
 
 def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str]:
@@ -551,3 +564,45 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
 
 def _fields_of(kind: Any) -> dict[str, FieldInfo]:
     return dict(getattr(kind, "model_fields", {}))
+
+
+class Setting(NamedTuple):
+    """A setting of a config, as lists and pages show it."""
+
+    name: str
+    """Its dotted name."""
+    default: str
+    """Its default as JSON, which YAML reads; empty if the setting is required."""
+    meaning: str
+    field: FieldInfo
+    model: type[Settings]
+    """The class that has it. Settings of one name and several classes belong to several kinds of a section."""
+    section: FieldInfo | None
+    """The field that has the section; None for settings without a section."""
+
+
+def settings_of(
+    model: type[Settings], prefix: str = "", defaults: Any = None, section: FieldInfo | None = None
+) -> Iterator[Setting]:
+    """Yield the settings of a model and its sections in the order of the form. The `defaults` of a section may differ
+    from those of its model."""
+    for name in model.model_json_schema()["properties"]:
+        field = model.model_fields[name]
+        value = getattr(defaults, name) if isinstance(defaults, model) else field.default
+        sections = list(_sections(field.annotation))
+        if not sections or value is None:
+            default, meaning = "", field.description or ""
+            if name == "kind":
+                default, meaning = get_args(field.annotation)[0], model.__doc__ or ""
+            elif not field.is_required():
+                default = json.dumps(value, ensure_ascii=False)
+            yield Setting(f"{prefix}{name}", default, " ".join(meaning.split()), field, model, section)
+        for kind in sections:
+            yield from settings_of(kind, f"{prefix}{name}.", value, field)
+
+
+def _sections(annotation: Any) -> Iterator[type[Settings]]:
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _sections(part)
