@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis diagrams docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -93,9 +93,12 @@ bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 bench-diagnosis: $(VENV)/.installed ## how often the diagnosis of a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench diagnosis $(if $(QUICK),--quick)
 
+diagrams: $(VENV)/.installed-dev ## draw the Mermaid diagrams of the pages: MERMAID=mermaid.min.js, from `npm pack mermaid@11`
+	$(BIN)/python -m docs.diagrams $(MERMAID)
+
 docs: $(VENV)/.installed-docs ## the reference from the code, and the pages as a site, in site/; links are checked
 	$(BIN)/python -m docs.reference
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir $(SITE)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir $(SITE)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

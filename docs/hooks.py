@@ -1,4 +1,5 @@
-"""What `make docs` changes of the pages: README.md is the home page, and links to the code lead to the repository."""
+"""Changes of the pages for the site: README.md is the home page, links to the code lead to the repository, and diagrams
+are the drawings of docs/diagrams.py."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from docs.diagrams import BLOCK, TITLE, drawing
 
 CHECKOUT = Path(__file__).parents[1]
 CODE = "https://github.com/train-litgpt/train-litgpt/blob/main/"
@@ -32,4 +35,9 @@ def on_page_markdown(markdown: str, *, page: Page, **_: Any) -> str:
             return f"]({posixpath.relpath('index.md', folder or '.')}"
         return f"]({CODE}{target[3:]}" if target.startswith("../") else link[0]
 
-    return re.sub(r"\]\((\.\./[^)#\s]*)", resolved, markdown)
+    def drawn(block: re.Match[str]) -> str:
+        title = TITLE.search(block[1])
+        path = posixpath.relpath(f"images/diagrams/{drawing(block[1])}", folder or ".")
+        return f"![{title[1] if title else 'Diagram'}]({path}){{ .diagram }}"
+
+    return re.sub(r"\]\((\.\./[^)#\s]*)", resolved, BLOCK.sub(drawn, markdown))

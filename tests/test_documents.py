@@ -12,6 +12,7 @@ import yaml
 from typer.main import get_command
 
 from cli.main import app
+from docs.diagrams import DIAGRAMS, blocks, drawing
 from litgpt_demo.schedules import SCHEDULES
 
 PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").rglob("*.md"))]
@@ -112,6 +113,11 @@ def test_pages_install_from_the_checkout() -> None:
         assert not re.search(r"(^|[\s'\"])train-litgpt\b", installed), page
         for names in re.findall(r"\.\[([\w,]+)\]", installed):
             assert set(names.split(",")) <= extras.keys(), page
+
+
+def test_each_diagram_is_drawn_for_the_site() -> None:
+    drawn = {path.name for path in DIAGRAMS.glob("*.svg")}
+    assert drawn == {drawing(block) for block in blocks()}, "make diagrams MERMAID=mermaid.min.js"
 
 
 def test_page_of_training_has_each_schedule() -> None:
