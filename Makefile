@@ -98,7 +98,7 @@ diagrams: $(VENV)/.installed-dev ## draw the Mermaid diagrams of the pages: MERM
 
 docs: $(VENV)/.installed-docs ## the reference from the code, and the pages as a site, in site/; links are checked
 	$(BIN)/python -m docs.reference
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --site-dir $(SITE)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/mkdocs build --site-dir $(SITE)
 
 clean: ## everything that can be made again; runs and datasets under output/ are kept
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

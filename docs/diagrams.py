@@ -1,7 +1,7 @@
 """Draw the Mermaid diagrams of the pages as SVG files, which the site shows without a script.
 
-GitHub draws the blocks itself. `make diagrams MERMAID=FILE` draws those that are new and removes the files of those that
-are gone. FILE is mermaid.min.js, from `npm pack mermaid@11`. It needs the extra `dev` and Chromium.
+GitHub draws the blocks itself. `make diagrams MERMAID=FILE` draws new blocks, and removes the files of deleted ones.
+FILE is mermaid.min.js, from `npm pack mermaid@11`. The extra `dev` and Chromium are needed.
 """
 
 from __future__ import annotations
