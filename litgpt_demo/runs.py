@@ -2,7 +2,7 @@
 
 runs/<name>-<id>/    config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/config.json
                      checkpoints/step-00000100/  profile/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
-                     evaluations/<key>.json  evaluations/<key>.log  report.html  manifest.json
+                     evaluations/<hash>.json  evaluations/<hash>.log  report.html  manifest.json
 """
 
 from __future__ import annotations

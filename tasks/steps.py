@@ -1,6 +1,6 @@
 """The options that every step shares as a Prefect task: its events, its retries, and no caching.
 
-Prefect's own caching stays off. The manifest at a step's key decides whether the step is done. It holds across
+Prefect's own caching stays off. The manifest of a step's output decides whether the step is done. It holds across
 machines, servers and Prefect versions, and cannot be stale.
 """
 

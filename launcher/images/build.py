@@ -1,6 +1,6 @@
 """The image of the nodes: built unless it exists already, and pinned by digest before it is used.
 
-Each builder is a module: launcher.images.docker, launcher.images.cloudbuild. This module has their common part: keys,
+Each builder is a module: launcher.images.docker, launcher.images.cloudbuild. This module has their common part: tags,
 the digest of the base, the search for an existing image, and the registry's digest of a pushed one.
 """
 
@@ -65,7 +65,7 @@ def prepare_image(image: Image, *, log: Log, root: str = "", pause: Pause = time
 
 def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     """Return the builds, each based on the one before: our own image is its stack's packages, and our code upon them.
-    The key is a hash of all inputs. A base is pinned by its digest, because a tag can move."""
+    The content hash covers all inputs. A base is pinned by its digest, because a tag can move."""
     folder, args, stack, contents = Path(image.context), dict(image.build_args), image.installed, image.contents
     platform = f"linux/{image.architecture}"
     # In a Dockerfile of the user's own, the build argument BASE may be anything.
@@ -79,10 +79,10 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
         if not reference.digest:
             args["BASE"] = resolve(base)
 
-    def build(context: Context, args: dict[str, str], labels: dict[str, str], *keyed: Any, name: str = "") -> Build:
-        """`keyed` are further inputs of the key; a user's base is in `args`."""
-        inputs = json.dumps([context.digest, platform, args, *keyed], sort_keys=True)
-        tag = f"{image.repository}:{name}{sha256(inputs.encode()).hexdigest()[:16]}"
+    def build(context: Context, args: dict[str, str], labels: dict[str, str], *inputs: Any, name: str = "") -> Build:
+        """`inputs` are further inputs of the content hash; a user's base is in `args`."""
+        hashed = json.dumps([context.digest, platform, args, *inputs], sort_keys=True)
+        tag = f"{image.repository}:{name}{sha256(hashed.encode()).hexdigest()[:16]}"
         return Build(tag=tag, context=context, platform=platform, args=args, labels=labels)
 
     if stack is not None:
@@ -98,11 +98,11 @@ def builds_of(image: BuiltImage) -> tuple[Build, ...]:
     if stack.least_glibc and not contents.glibc:
         labels["least-glibc"] = stack.least_glibc
     args["LABELS"] = " ".join(f"{name}={value}" for name, value in labels.items())
-    # A change of another stack's packages must not change this image's key.
+    # A change of another stack's packages must not change this image's content hash.
     only = ("*", f"!{stack.lock}", "!litgpt_demo/stacks/installed.py")
     context = Context(folder, STACK_DOCKERFILE, ignored=only, pip_config=image.pip_config)
     packages = build(context, args, contents.labels, contents.labels, name=f"{stack.stack}-")
     # The base is that of the packages, which are this one's.
     own = {name: value for name, value in image.build_args.items() if name != "BASE"}
     context = Context(folder, DOCKERFILE_OF_OURS, ignored=(f"{posixpath.dirname(stack.lock)}/*", f"!{stack.lock}"))
-    return packages, build(context, own, {}, packages.key)
+    return packages, build(context, own, {}, packages.content_hash)

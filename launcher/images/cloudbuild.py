@@ -1,7 +1,7 @@
 """Google Cloud Build as a builder: the context goes through the run's bucket, the log comes from there.
 
-One build per image: a build carries its key as a tag, and one that is on its way already, of this launcher before it
-was killed or of a colleague's, is followed instead of doubled: the API takes no request id.
+One build per image: a build carries its content hash as a tag. A build that is on its way already, of this launcher
+before it was killed or of a colleague's, is followed instead of doubled: the API takes no request id.
 
 Fields and filters: https://cloud.google.com/build/docs/api/reference/rest/v1/projects.locations.builds
 """

@@ -91,7 +91,7 @@ class Build:
     """One image to be built: every builder makes the same of it."""
 
     tag: str
-    """`repository:key`; the key is a hash of what goes into the image."""
+    """`repository:content hash`; the hash covers all inputs of the image."""
     context: Context
     platform: str
     """Operating system and processor: linux/amd64."""
@@ -99,7 +99,7 @@ class Build:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def key(self) -> str:
+    def content_hash(self) -> str:
         return self.tag.rpartition(":")[2]
 
 

@@ -1,4 +1,4 @@
-"""Images without an engine: what may be written, keys, digests from a registry, what the product's own one holds."""
+"""Images without an engine: what may be written, hashes, digests from a registry, what the product's own one holds."""
 
 import asyncio
 import base64
@@ -163,14 +163,14 @@ def docker_image(context: Path, **changes: object) -> DockerImage:
     return DockerImage.model_validate(pattern | changes)
 
 
-def test_key_of_an_image_depends_only_on_its_contents(tmp_path: Path) -> None:
+def test_hash_of_an_image_depends_only_on_its_contents(tmp_path: Path) -> None:
     context, same = (write_files(tmp_path / name, {"run": b"x", "c/e f": b"y"}) for name in ("context", "same"))
     write_files(same, {".dockerignore": b"*.log\ntmp\n", "x.log": b"noise", "tmp/y": b"noise"})
     os.utime(same / "run", (1, 1))
     (same / "run").chmod(0o600)
     pattern = ({}, {"base": f"python@{DIGEST}"}, {"build_args": {"A": "1"}}, {"architecture": "arm64"})
-    keys = [builds_of(docker_image(context, **change))[-1].key for change in pattern]
-    assert builds_of(docker_image(same, repository="gcr.io/other"))[-1].key == keys[0]
+    hashes = [builds_of(docker_image(context, **change))[-1].content_hash for change in pattern]
+    assert builds_of(docker_image(same, repository="gcr.io/other"))[-1].content_hash == hashes[0]
     for change in (
         lambda: (context / "run").write_bytes(b"x!"),
         lambda: (context / "run").chmod(0o755),
@@ -178,20 +178,20 @@ def test_key_of_an_image_depends_only_on_its_contents(tmp_path: Path) -> None:
         lambda: (tmp_path / "Dockerfile").write_text("FROM scratch\n"),
     ):
         change()
-        keys.append(builds_of(docker_image(context))[-1].key)
-    assert len(set(keys)) == len(keys)
+        hashes.append(builds_of(docker_image(context))[-1].content_hash)
+    assert len(set(hashes)) == len(hashes)
 
 
 def test_a_base_counts_as_the_digest_that_its_tag_has_now(tmp_path: Path, public: Running) -> None:
     context = write_files(tmp_path / "context", {"a": b"x"})
     image = docker_image(context, base=f"{public.host}/team/base:1")
-    keys = []
+    hashes = []
     for _ in range(2):
         digest = public.push("team/base", "1")
         assert builds_of(image)[0].args["BASE"] == f"{public.host}/team/base@{digest}"
-        keys.append(builds_of(image)[-1].key)
-        assert keys[-1] == builds_of(docker_image(context, base=f"{public.host}/team/base@{digest}"))[-1].key
-    assert keys[0] != keys[1]
+        hashes.append(builds_of(image)[-1].content_hash)
+        assert hashes[-1] == builds_of(docker_image(context, base=f"{public.host}/team/base@{digest}"))[-1].content_hash
+    assert hashes[0] != hashes[1]
 
 
 def test_the_engine_gets_exactly_what_dockerignore_leaves(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_image_in_the_registry_is_not_built_again(
     monkeypatch.setenv("PATH", str(tmp_path))  # no docker here: a build would fail
     with pytest.raises(ImageProblem, match=r"image\.engine=auto"):
         prepare_image(image, log=print)
-    digest = public.push("team/built", builds_of(image)[-1].key)
+    digest = public.push("team/built", builds_of(image)[-1].content_hash)
     found = prepare_image(image, log=print)
     assert (found.image, found.packages) == (f"{public.host}/team/built@{digest}", {})
 
@@ -341,7 +341,7 @@ def test_pips_configuration_reaches_only_the_package_build(tmp_path: Path) -> No
     file = tmp_path / "pip.conf"
     file.write_text("[global]\nindex-url = https://ada:secret@mirror.example.com/\n")
     configured = OWN.model_copy(update={"pip_config": str(file)})
-    assert builds_of(configured)[-1].key == builds_of(OWN)[-1].key
+    assert builds_of(configured)[-1].content_hash == builds_of(OWN)[-1].content_hash
     packages, own_image = builds_of(configured)
     assert "pip.conf" in [member.name for member in members(packages.context)]
     assert "pip.conf" not in [member.name for member in members(own_image.context)]

@@ -87,7 +87,7 @@ def image(tmp_path: Path, base: str, host: str) -> DockerImage:
 def test_image_is_built_once_then_runs_pinned(image: DockerImage, tmp_path: Path) -> None:
     """It has the files that .dockerignore leaves."""
     pinned = prepare_image(image, log=print).image
-    assert resolve(f"{image.repository}:{builds_of(image)[-1].key}") == pinned
+    assert resolve(f"{image.repository}:{builds_of(image)[-1].content_hash}") == pinned
     assert docker("run", "--rm", pinned) == str(tmp_path)
     assert docker("run", "--rm", pinned, "ls", "-A", "/app") == "Dockerfile.train-litgpt\nname.txt"
     lines: list[str] = []
@@ -109,7 +109,7 @@ def test_a_private_registry_takes_the_image_after_docker_login(
         with pytest.raises(ImageProblem, match=f"log in with `docker login {host}`"):
             prepare_image(private, log=print)
         docker("login", "--username=ada", "--password-stdin", host, stdin=b"correct horse")
-        assert prepare_image(private, log=print).image == resolve(f"{private.repository}:{builds_of(private)[-1].key}")
+        assert prepare_image(private, log=print).image == resolve(builds_of(private)[-1].tag)
 
 
 def test_products_image_trains_as_an_ordinary_user(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
