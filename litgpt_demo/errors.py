@@ -24,6 +24,7 @@ from enum import StrEnum
 from signal import Signals
 from typing import Literal
 
+from litgpt_demo.codes import CODES
 from litgpt_demo.secrets import redacted
 
 
@@ -318,11 +319,15 @@ class Finding:
 
     severity: Severity
     code: str
-    """A stable name, `area.problem`, that documentation and scripts may rely on."""
+    """A stable name, `area.problem`, of `litgpt_demo.codes`, that documentation and scripts may rely on."""
     what: str
     fix: str = ""
     fault: FailureClass = FailureClass.USER
     """The class of the failure that would follow."""
+
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise ValueError(f"Unknown check code {self.code!r}. Add it to CODES in litgpt_demo/codes.py.")
 
     @classmethod
     def of(cls, error: Exception, code: str) -> Finding:

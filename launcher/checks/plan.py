@@ -118,7 +118,9 @@ def _about_restarts(config: RunConfig | ScriptConfig) -> list[Finding]:
     if (settings.max_restarts, settings.restart_policy) == (default, RestartSettings()):
         return []
     policy = RestartPolicy(run=config.name, max_restarts=settings.max_restarts, settings=settings.restart_policy)
-    return [Finding("info", "restarts", str(policy), f"{section}max_restarts and {section}restart_policy change that")]
+    return [
+        Finding("info", "run.restarts", str(policy), f"{section}max_restarts and {section}restart_policy change that")
+    ]
 
 
 def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:

@@ -54,7 +54,7 @@ def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.
 
     monkeypatch.setattr("tasks.preflight.acreate_table_artifact", keep)
     message = [f"https://bucket.example/a?X-Goog-Signature={SECRET}&b=1", f"Authorization: Bearer {SECRET}"]
-    findings = [Finding("error", "planted.url", entry, f"ask again: {entry}") for entry in message]
+    findings = [Finding("error", "kubernetes.unseen", entry, f"ask again: {entry}") for entry in message]
     with pytest.raises(ConfigProblem) as reported:
         asyncio.run(report_findings.fn(lambda: findings, artifact="planted"))
     assert "[secure]" in str(kept)

@@ -196,7 +196,7 @@ def test_cancellation_during_submission_ends_the_job(tmp_path: Path) -> None:
 def test_refused_job_is_cancelled_and_ends_the_run_with_the_fix(tmp_path: Path) -> None:
     class Full(StrictPlatform):
         def status(self, job_id: JobId) -> JobStatus:
-            why = Finding("error", "strict.quota", "the quota is used up", "raise it")
+            why = Finding("error", "kubernetes.quota", "the quota is used up", "raise it")
             return replace(super().status(job_id), refused=why)
 
     platform = Full()

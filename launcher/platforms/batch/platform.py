@@ -96,45 +96,47 @@ class BatchPlatform:
         settings = self._settings
 
         def found(code: str, what: str, fix: str, severity: Severity = "error") -> Finding:
-            return Finding(severity, f"batch.{code}", what, fix)
+            return Finding(severity, code, what, fix)
 
         machine = settings.machine_type
         if machine is None and settings.gpus is None:
             what = f"platform.machine={settings.machine} is not a machine type of the table"
             fix = f"take one of {', '.join(MACHINES)}; or say how many it has: platform.gpus (0 trains on CPUs)"
-            yield found("machine", what, fix)
+            yield found("batch.machine", what, fix)
         if machine is not None and machine.arch != "amd64":
             what = f"platform.machine={machine.name} is {machine.arch}, for which Batch has no images"
-            yield found("machine", what, "take platform.kind=gke")
+            yield found("batch.machine", what, "take platform.kind=gke")
         if machine is not None and settings.nodes > 1 and networks_of(machine)[0] != DEFAULT:
             best = networks_of(machine)[0]
             what = f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP"
-            yield found("network", what, "for the full speed take platform.kind=gke", "warning")
+            yield found("batch.network", what, "for the full speed take platform.kind=gke", "warning")
         hyperdisk_only = settings.machine.startswith(("a4-", "a4x-", "a3-ultragpu"))
         if hyperdisk_only and not settings.boot_disk_type.startswith("hyperdisk"):
             what = f"platform.boot_disk_type={settings.boot_disk_type} does not go with {settings.machine}"
-            yield found("boot-disk", what, "take hyperdisk-balanced")
+            yield found("batch.boot-disk", what, "take hyperdisk-balanced")
 
         image = settings.boot_image or f"batch-{settings.os}"
         cos = image == "batch-cos" or "cos-cloud" in image or "/cos-" in image
         if cos != (settings.os == "cos"):  # which has no nvidia-ctk and a firewall of its own
             what = f"platform.os={settings.os}, and the boot image is {image}"
-            yield found("cos", what, f"set platform.os={'cos' if cos else 'debian'}")
+            yield found("batch.cos", what, f"set platform.os={'cos' if cos else 'debian'}")
 
         commands = container_of(submission.body)["commands"]
         folder, inside = commands[commands.index("--log-uri") + 1], f"{settings.nfs_path.rstrip('/')}/"
         if not is_remote(folder) and (settings.nfs is None or not folder.startswith(inside)):
             what = f"VMs do not see the run's folder {folder}: platform.nfs={settings.nfs}, platform.nfs_path={inside}"
-            yield found("root", what, "set root to gs://bucket/prefix, or to a folder of a file server: platform.nfs")
+            yield found(
+                "batch.root", what, "set root to gs://bucket/prefix, or to a folder of a file server: platform.nfs"
+            )
 
         where = settings.location
         if settings.subnetwork and f"/regions/{where}/" not in f"/{settings.subnetwork}":
             what = f"platform.subnetwork={settings.subnetwork} is not in platform.location={where}"
-            yield found("subnetwork", what, f"name one of {where}: projects/…/regions/{where}/subnetworks/…")
+            yield found("batch.subnetwork", what, f"name one of {where}: projects/…/regions/{where}/subnetworks/…")
         if not settings.external_ip and not settings.subnetwork:
             what = "VMs without external addresses reach Google's services through Private Google Access only"
             fix = "turn it on for the subnetwork, and name that in platform.subnetwork"
-            yield found("external-ip", what, fix, "warning")
+            yield found("batch.external-ip", what, fix, "warning")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         # https://cloud.google.com/batch/docs/reference/rest/v1/projects.locations.jobs#AllocationPolicy has no field.

@@ -19,7 +19,7 @@ from launcher.platforms.kubernetes.connection import gke_cluster
 from launcher.platforms.kubernetes.render import WorkloadObjects, job_name, pod_host
 from launcher.platforms.kubernetes.settings import GkePlatformConfig, KubernetesSettings
 from launcher.platforms.kubernetes.states import condition, container_of, job_of, pod_of, workload_of
-from litgpt_demo.errors import Finding, Severity
+from litgpt_demo.errors import Finding
 
 if TYPE_CHECKING:
     from google.cloud.container_v1.types import Cluster as GoogleCluster
@@ -36,11 +36,7 @@ _RESERVED = ("limits", "requests")
 GKE_POOL = "cloud.google.com/gke-nodepool"
 
 
-def _found(severity: Severity, code: str, what: str, fix: str = "") -> Finding:
-    return Finding(severity, f"kubernetes.{code}", what, fix)
-
-
-info, warning, error = partial(_found, "info"), partial(_found, "warning"), partial(_found, "error")
+info, warning, error = partial(Finding, "info"), partial(Finding, "warning"), partial(Finding, "error")
 
 
 class Survey:
@@ -122,7 +118,7 @@ def machines(survey: Survey) -> Iterator[Finding]:
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     fit = reasons.pop("", 0)
     if fit >= settings.nodes:
-        yield info("machines", f"{fit} machines fit, {settings.nodes} are needed")
+        yield info("kubernetes.machines", f"{fit} machines fit, {settings.nodes} are needed")
         return
     listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "there are no others"
     what = f"only {fit} of {settings.nodes} machines exist ({listed})"
@@ -131,14 +127,14 @@ def machines(survey: Survey) -> Iterator[Finding]:
     room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
     if pool and all(_too_small(node, room) for node in pool):
         fix = "lower platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
-        yield error("machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
+        yield error("kubernetes.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
     elif isinstance(settings, GkePlatformConfig):
         yield from pools(gke_cluster(settings)[1], settings, what)
     elif _may_grow(nodes, settings):
         fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
-        yield warning("machines", what, fix)
+        yield warning("kubernetes.machines", what, fix)
     else:
-        yield error("machines", what, "take fewer platform.nodes, other machines, or add some")
+        yield error("kubernetes.machines", what, "take fewer platform.nodes, other machines, or add some")
 
 
 def spare_machines(cluster: Cluster, settings: KubernetesSettings, pod: Object) -> int | None:
@@ -195,7 +191,7 @@ def _too_small(node: ApiObject, wanted: Amounts) -> str:
 def pools(described: GoogleCluster, settings: KubernetesSettings, what: str) -> Iterator[Finding]:
     """Check the description of the GKE API: can the node pools grow to enough machines?"""
     if described.autopilot.enabled or described.autoscaling.enable_node_autoprovisioning:
-        yield info("machines", f"{what}; GKE creates the others on request")
+        yield info("kubernetes.machines", f"{what}; GKE creates the others on request")
         return
     most = {}
     for pool in described.node_pools:
@@ -209,12 +205,12 @@ def pools(described: GoogleCluster, settings: KubernetesSettings, what: str) -> 
     if not most:
         existing = ", ".join(f"{pool.name} of {pool.config.machine_type}" for pool in described.node_pools) or "none"
         what = f"no node pool has {settings.machine or f'the name {settings.node_pool}'} (there are {existing})"
-        yield error("pools", what, "add one, or fix platform.machine and platform.node_pool")
+        yield error("kubernetes.pools", what, "add one, or fix platform.machine and platform.node_pool")
     elif sum(most.values()) < settings.nodes:
         fix = "take fewer platform.nodes, or raise the limits of the node pools"
-        yield error("pools", f"{what}, and the node pools cannot give them ({listed})", fix)
+        yield error("kubernetes.pools", f"{what}, and the node pools cannot give them ({listed})", fix)
     else:
-        yield info("machines", f"{what}; the node pools can grow to it ({listed})")
+        yield info("kubernetes.machines", f"{what}; the node pools can grow to it ({listed})")
 
 
 # The dry run of one pod is exact for limits, Pod Security and policies. It does not check the other pods, or the effect
@@ -245,10 +241,10 @@ def quotas(survey: Survey) -> Iterator[Finding]:
             allows, asks = _shown(resource, most), _shown(resource, needs)
             what = f"quota {name} allows {allows} of {resource}, but the job needs {asks}"
             if needs > most:
-                yield error("quota", what, fix)
+                yield error("kubernetes.quota", what, fix)
             elif needs > free:
                 what = f"{what}, of which {_shown(resource, free)} is free now"
-                yield warning("quota", what, f"wait for other jobs to end, {fix}")
+                yield warning("kubernetes.quota", what, f"wait for other jobs to end, {fix}")
 
 
 def limits(survey: Survey) -> Iterator[Finding]:
@@ -260,4 +256,4 @@ def limits(survey: Survey) -> Iterator[Finding]:
     if added:
         listed = ", ".join(added)
         what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
-        yield warning("limits", what, "have its default raised, or take another platform.namespace")
+        yield warning("kubernetes.limits", what, "have its default raised, or take another platform.namespace")

@@ -43,9 +43,11 @@ def examine_cluster(cluster: Cluster, settings: KubernetesSettings, items: Seque
         survey.version = (int(number[1]), int(number[2]))
     if survey.version < LEAST_KUBERNETES:
         least = ".".join(map(str, LEAST_KUBERNETES))
-        yield error("version", f"{cluster.where} is {version}; we need {least}, for sidecars", "upgrade the cluster")
+        yield error(
+            "kubernetes.version", f"{cluster.where} is {version}; we need {least}, for sidecars", "upgrade the cluster"
+        )
     else:
-        yield info("version", f"{cluster.where} answers: {version}")
+        yield info("kubernetes.version", f"{cluster.where} answers: {version}")
     known: dict[str, Severity] = {}
     for name, check in (CHECKS | WITHIN).items():
         if name in WITHIN and "kubernetes.namespace" in known:
@@ -59,9 +61,9 @@ def examine_cluster(cluster: Cluster, settings: KubernetesSettings, items: Seque
                 if finding.severity in ("error", "warning"):
                     known[finding.code] = finding.severity
         except api.Forbidden as problem:
-            yield warning("unseen", f"{name}: not checked, for {problem.message}", CLUSTER_ROLES)
+            yield warning("kubernetes.unseen", f"{name}: not checked, for {problem.message}", CLUSTER_ROLES)
         except LauncherError as problem:
-            yield warning("unseen", f"{name}: not checked, for {problem}", "try again later")
+            yield warning("kubernetes.unseen", f"{name}: not checked, for {problem}", "try again later")
 
 
 def check_settings(settings: KubernetesSettings, items: Sequence[ApiObject]) -> Iterator[Finding]:
@@ -76,18 +78,18 @@ def check_settings(settings: KubernetesSettings, items: Sequence[ApiObject]) -> 
         if not is_remote(address) and not (volume and f"{address}/".startswith(f"{volume}/")):
             what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
             fix = "root: gs://bucket/prefix, or a folder in platform.pvc_path with platform.pvc"
-            yield error("root-not-shared", what, fix)
+            yield error("kubernetes.root-not-shared", what, fix)
     if settings.host_network and settings.service_account is not None:
         what = "pods on the host's network may get the node's identity instead of platform.service_account's"
         fix = "give the node pool's service account access to the root, or leave platform.host_network out"
-        yield warning("host-network-identity", what, fix)
+        yield warning("kubernetes.host-network-identity", what, fix)
     # https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms: 30 s from the notice to the end.
     if settings.spot and settings.grace_period > 25:
         what = f"ranks are given {settings.grace_period} s to save, and Spot VMs are gone 30 s after their notice"
-        yield warning("spot-grace", what, "set platform.grace_period to 25 or less")
+        yield warning("kubernetes.spot-grace", what, "set platform.grace_period to 25 or less")
     if settings.uid == 0 and not fabric.root:  # some networks need root
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
-        yield warning("root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
+        yield warning("kubernetes.root", what, f"leave platform.uid out, with an image whose files user {UID} can read")
 
 
 def needed(settings: KubernetesSettings, workload: WorkloadObjects) -> list[tuple[str, Resource]]:
@@ -109,18 +111,18 @@ def permissions(cluster: Cluster, settings: KubernetesSettings, workload: Worklo
         allowed = pool.map(lambda right: cluster.allows(right[0], right[1], settings.namespace), wanted)
         lacking = [right for right, is_allowed in zip(wanted, allowed, strict=True) if not is_allowed]
     if not lacking:
-        return info("permissions", f"you may do all that a run does in namespace {settings.namespace}")
+        return info("kubernetes.permission", f"you may do all that a run does in namespace {settings.namespace}")
     listed = ", ".join(f"{verb} {resource}" for verb, resource in lacking)
-    return error("permission", f"{cluster.where} does not let you {listed}", CLUSTER_ROLES)
+    return error("kubernetes.permission", f"{cluster.where} does not let you {listed}", CLUSTER_ROLES)
 
 
 def _jobset(survey: Survey) -> Iterator[Finding]:
     """Check that JobSet is installed. The dry run of the objects shows its version (`_accepted`)."""
     if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
-        yield info("jobset", "JobSet is installed")
+        yield info("kubernetes.jobset", "JobSet is installed")
     elif survey.kind == "jobset":
         fix = f"install JobSet {_JOBSET} or newer (docs/platforms/gke.md), or set platform.workload=job"
-        yield error("jobset", f"{survey.cluster.where} has no JobSet", fix)
+        yield error("kubernetes.jobset", f"{survey.cluster.where} has no JobSet", fix)
 
 
 def networks(survey: Survey) -> Iterator[Finding]:
@@ -136,28 +138,28 @@ def networks(survey: Survey) -> Iterator[Finding]:
     ):
         what = f"cluster {settings.cluster} has no multi-networking, which {settings.network} needs"
         fix = "make one with --enable-dataplane-v2 --enable-ip-alias --enable-multi-networking: it cannot be added"
-        yield error("multi-networking", what, fix)
+        yield error("kubernetes.multi-networking", what, fix)
     found = {row["network"]: survey.get(api.NETWORKS, row["network"]) for row in rows if row["network"] != "default"}
     lacking = [name for name, thing in found.items() if thing is None]
     if lacking:
         existing = ", ".join(name for name in found if name not in lacking) or "none"
         what = f"the Network objects {', '.join(lacking)} are missing (there are {existing})"
         fix = f"create them with their VPCs, or see that the cluster has multi-networking: {_NETWORKS}"
-        yield error("networks", what, fix)
+        yield error("kubernetes.networks", what, fix)
     for name, thing in found.items():
         parameters = (((thing or {}).get("spec") or {}).get("parametersRef") or {}).get("name")
         if parameters and survey.get(api.NETWORK_PARAMETERS, parameters) is None:
             what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
-            yield error("networks", what, f"create it: {_NETWORKS}")
+            yield error("kubernetes.networks", what, f"create it: {_NETWORKS}")
     wanted = [item.partition("@")[0] for item in survey.annotations.get(MULTUS, "").split(",") if item]
     places = [(name.rpartition("/")[0] or survey.namespace, name.rpartition("/")[2]) for name in wanted]
     away = [place for place in places if survey.cluster.get(api.ATTACHMENTS, *place) is None]
     if away:
         what = f"the NetworkAttachmentDefinitions {', '.join(map('/'.join, away))} are missing, or Multus is"
         fix = "name those of kubectl get network-attachment-definitions -A; a bare name is one of platform.namespace"
-        yield error("networks", what, fix)
+        yield error("kubernetes.networks", what, fix)
     if (found or wanted) and not (lacking or away):
-        yield info("networks", f"the networks {', '.join(found or wanted)}")
+        yield info("kubernetes.networks", f"the networks {', '.join(found or wanted)}")
 
 
 def _release(survey: Survey) -> Iterator[Finding]:
@@ -169,7 +171,7 @@ def _release(survey: Survey) -> Iterator[Finding]:
             since = ".".join(map(str, known.since))
             what = f"{network} {pair.plugin} is older than what Kubernetes from {since} on is made for ({known.plugin})"
             fix = f"upgrade the DaemonSet that installs it; network_plugin={known.plugin}"
-            yield warning(f"{network}-release", what, fix)
+            yield warning("kubernetes.network-release", what, fix)
         return
 
 
@@ -188,9 +190,9 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
         for container in (*pod.get("initContainers", ()), *pod.get("containers", ())):
             image, _, tag = container.get("image", "").partition("@")[0].rpartition(":")
             if installer is not None and image in installer.images:
-                installed[name], code = tag, "installer"
+                installed[name], code = tag, "kubernetes.installer"
             if is_injected and _INJECTOR in container.get("image", ""):
-                has_injector, code = True, "device-injector"
+                has_injector, code = True, "kubernetes.device-injector"
         status = daemon_set.get("status", {})
         ready, nodes = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
         if code and ready < nodes:
@@ -200,16 +202,16 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
         wanted = pair.plugin if pair is not None else None
         if not installed:
             fix = f"{_apply(installer.manifest)}, or set platform.network_install=pod"
-            yield error("installer", f"no DaemonSet installs the plugin of {network} on the nodes", fix)
+            yield error("kubernetes.installer", f"no DaemonSet installs the plugin of {network} on the nodes", fix)
         elif wanted not in installed.values():
             name, tag = next(iter(installed.items()))
             what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
-            yield error("installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
+            yield error("kubernetes.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
         else:
-            yield info("installer", f"the nodes have {network} {wanted}")
+            yield info("kubernetes.installer", f"the nodes have {network} {wanted}")
     if is_injected and not has_injector:
         what = "the DaemonSet device-injector is missing: pods would not get the devices of the GPUs they request"
-        yield error("device-injector", what, _apply(f"{CEA}/nri_device_injector/{_INJECTOR}.yaml"))
+        yield error("kubernetes.device-injector", what, _apply(f"{CEA}/nri_device_injector/{_INJECTOR}.yaml"))
     yield from incomplete
 
 
@@ -221,8 +223,8 @@ def _apply(address: str) -> str:
 def _namespace(survey: Survey) -> Iterator[Finding]:
     name = survey.namespace
     fix = f"kubectl create namespace {name}, or fix platform.namespace"
-    lacking = error("namespace", f"there is no namespace {name}; what is in it was not checked", fix)
-    yield lacking if survey.get(api.NAMESPACES, name) is None else info("namespace", f"namespace {name}")
+    lacking = error("kubernetes.namespace", f"there is no namespace {name}; what is in it was not checked", fix)
+    yield lacking if survey.get(api.NAMESPACES, name) is None else info("kubernetes.namespace", f"namespace {name}")
 
 
 def _queue(survey: Survey) -> Iterator[Finding]:
@@ -232,33 +234,39 @@ def _queue(survey: Survey) -> Iterator[Finding]:
     found = survey.get(api.LOCAL_QUEUES, name)
     if found is None:
         fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue; or install Kueue, if it is missing"
-        yield error("queue", f"there is no LocalQueue {name} in namespace {space}", fix)
+        yield error("kubernetes.queue", f"there is no LocalQueue {name} in namespace {space}", fix)
         return
     behind = found["spec"]["clusterQueue"]  # without it, the LocalQueue is not active
     cluster_queue = survey.get(api.CLUSTER_QUEUES, behind) or {"spec": {}}
     for thing, what in ((found, f"LocalQueue {name}"), (cluster_queue, f"ClusterQueue {behind}")):
         stopped = condition(thing, "Active", "False")
         if stopped is not None:
-            yield error("queue", f"{what} is not active: {stopped.get('message', '')}", "fix it, or take another queue")
+            yield error(
+                "kubernetes.queue",
+                f"{what} is not active: {stopped.get('message', '')}",
+                "fix it, or take another queue",
+            )
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if survey.settings.node_gpus and "nvidia.com/gpu" not in covered:
         what = f"ClusterQueue {behind} covers {', '.join(sorted(covered)) or 'nothing'}, and not nvidia.com/gpu"
-        yield error("queue", what, "add it to the queue's resource groups, or take another platform.queue")
-    yield info("queue", f"queue {name} of {behind}")
+        yield error("kubernetes.queue", what, "add it to the queue's resource groups, or take another platform.queue")
+    yield info("kubernetes.queue", f"queue {name} of {behind}")
 
 
 def _kueue(survey: Survey) -> Iterator[Finding]:
     settings, name = survey.settings, survey.settings.priority
     if settings.queue and name and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
         fix = "kubectl get workloadpriorityclasses; fix platform.priority"
-        yield error("priority", f"there is no WorkloadPriorityClass {name}", fix)
+        yield error("kubernetes.priority", f"there is no WorkloadPriorityClass {name}", fix)
     if settings.topology is not None:
         label = next(value for key, value in survey.annotations.items() if key.endswith("-topology"))
         listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
         levels = [level["nodeLabel"] for topology in listed for level in topology["spec"]["levels"]]
         if label not in levels:
             known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
-            yield error("topology", f"{label} is not a level of Kueue's Topology; {known}", "fix platform.topology")
+            yield error(
+                "kubernetes.topology", f"{label} is not a level of Kueue's Topology; {known}", "fix platform.topology"
+            )
 
 
 def _pvc(survey: Survey) -> Iterator[Finding]:
@@ -268,23 +276,25 @@ def _pvc(survey: Survey) -> Iterator[Finding]:
     found = survey.get(api.PVCS, name)
     if found is None:
         what = f"there is no PersistentVolumeClaim {name} in {survey.namespace}"
-        yield error("pvc", what, "create it, or fix platform.pvc")
+        yield error("kubernetes.pvc", what, "create it, or fix platform.pvc")
         return
     modes = found["spec"].get("accessModes", ())
     if nodes > 1 and "ReadWriteMany" not in modes:
         what = f"PersistentVolumeClaim {name} is {', '.join(modes)}, and {nodes} nodes write to it"
-        yield error("pvc", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
+        yield error("kubernetes.pvc", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 
 def _secrets(survey: Survey) -> Iterator[Finding]:
     """Check that the Secrets exist. Their entries are checked on the nodes, for we cannot read them."""
     settings, space = survey.settings, survey.namespace
     login = "--docker-server=HOST --docker-username=NAME --docker-password=…"
-    wanted = [("secret", entry.split("/")[0], "secrets") for entry in settings.secrets.values()]
-    wanted += [("pull-secret", name, "image_pull_secrets") for name in settings.image_pull_secrets]
+    wanted = [("kubernetes.secret", entry.split("/")[0], "secrets") for entry in settings.secrets.values()]
+    wanted += [("kubernetes.pull-secret", name, "image_pull_secrets") for name in settings.image_pull_secrets]
     for code, name, setting in dict.fromkeys(wanted):
         if not survey.cluster.has_secret(space, name):
-            kind, content = ("generic", "--from-literal=KEY=VALUE") if code == "secret" else ("docker-registry", login)
+            kind, content = (
+                ("generic", "--from-literal=KEY=VALUE") if code == "kubernetes.secret" else ("docker-registry", login)
+            )
             fix = f"kubectl create secret {kind} {name} --namespace {space} {content}, or fix platform.{setting}"
             yield error(code, f"there is no Secret {name} of platform.{setting} in namespace {space}", fix)
 
@@ -304,7 +314,9 @@ def _accepted(survey: Survey, items: Iterable[ApiObject], *, parts: bool) -> Ite
             ]
             if "onJobFailureMessagePatterns" in refusal.message:
                 what = f"its JobSet is older than {_JOBSET}, which cannot distinguish preemptions from mistakes"
-                yield error("jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job")
+                yield error(
+                    "kubernetes.jobset", what, f"install JobSet {_JOBSET} or newer, or set platform.workload=job"
+                )
             elif not parts:
                 # `permissions` has reported the missing roles, all of them.
                 yield from (reason for reason in found if reason.code != "kubernetes.permission")

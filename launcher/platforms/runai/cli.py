@@ -94,7 +94,7 @@ _KEYS = ("name", "workloadName", "Name"), ("phase", "status", "actualPhase", "Ph
 class Cli:
     def __init__(self, settings: RunaiPlatformConfig) -> None:
         self._settings = settings
-        self.name, self.error_code, self.unknown = "cli", "project", ()
+        self.name, self.error_code, self.unknown = "cli", "runai.project", ()
 
     @cached_property
     def dialect(self) -> Dialect:

@@ -108,12 +108,12 @@ class RunaiPlatform:
         except errors.LauncherError as error:
             code = self._api.error_code
             if isinstance(error, errors.NotInstalled):
-                code = "no-cli"
+                code = "runai.no-cli"
             elif isinstance(error, errors.LoginProblem):
-                code = "login"
+                code = "runai.login"
             elif isinstance(error, errors.ConfigProblem):
-                code = "project"
-            yield finding_of(error, f"runai.{code}")
+                code = "runai.project"
+            yield finding_of(error, code)
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         if self._api.excludes:

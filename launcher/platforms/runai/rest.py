@@ -58,7 +58,7 @@ class Rest:
         self._credentials: Callable[[], Credentials | None] = lambda: credentials_of(settings.credentials, environ)
         self._token, self._until = SecretStr(""), 0.0
         self._grants = _GRANTS
-        self.name, self.error_code, self.excludes = "rest", "api", True
+        self.name, self.error_code, self.excludes = "rest", "runai.api", True
         ids = f"{PROJECT_ID.format(settings.project)}, {CLUSTER_ID}"
         self.unknown = (f"{ids}: the control plane says which they are when the training is submitted",)
 

@@ -202,8 +202,8 @@ class SlurmPlatform:
             fix += "; ".join(table.splitlines())
             yield Finding("error", "slurm.refused", error.what, fix)
         except LauncherError as error:
-            codes = {NotInstalled: "commands", LoginProblem: "login"}
-            yield finding_of(error, f"slurm.{codes.get(type(error), 'controller')}")
+            codes = {NotInstalled: "slurm.commands", LoginProblem: "slurm.login"}
+            yield finding_of(error, codes.get(type(error), "slurm.controller"))
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         return None, "have the cluster's administrator drain the node"
@@ -512,9 +512,13 @@ def _fields(text: str, count: int) -> Iterator[list[str]]:
 
 
 def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
-    what, fix = _REASONS.get(reason, (f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"))
+    code, what, fix = "slurm.pending.other", f"Slurm says {reason}", "see `man squeue`, JOB REASON CODES"
+    if reason in _REASONS:
+        code = f"slurm.pending.{reason}"
+        what, fix = _REASONS[reason]
     limit = _LIMIT.fullmatch(reason)
     if limit:
+        code = "slurm.pending.limit"
         whose, kind, fix = "the quality of service's", "limit", "wait for other jobs to end, or request less"
         if reason.startswith("Assoc"):
             whose = "the account's or user's"
@@ -524,7 +528,7 @@ def _reason(row: _Row, reason: str, *, lasts: bool) -> Finding:
             fix = "request less, or a higher limit"
         what = f"{whose} {kind} is reached ({reason})"
     severity: Severity = "error" if lasts else "warning"
-    return Finding(severity, f"slurm.{reason}", f"job {row.number}: {what}", fix)
+    return Finding(severity, code, f"job {row.number}: {what}", fix)
 
 
 def _moment(text: str) -> float | None:

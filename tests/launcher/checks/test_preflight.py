@@ -141,30 +141,33 @@ def test_changed_named_model_is_shown_with_its_changes() -> None:
 def test_failed_check_is_unknown_which_refuses_a_run() -> None:
     """A failure that is about the config is an error."""
     for error in (NoCredentials("none"), PlatformUnreachable("no answer"), NetworkError("no bucket")):
-        finding = finding_of(error, "some.code")
+        finding = finding_of(error, "data.refused")
         assert finding.severity == "unknown"
         with pytest.raises(ConfigProblem, match=str(error)) as refused:
             raise_on_errors([finding])
         assert refused.value.fault is error.fault
-    assert finding_of(LoginProblem("a role is missing"), "some.code").severity == "error"
+    assert finding_of(LoginProblem("a role is missing"), "data.refused").severity == "error"
 
 
 def test_advice_of_two_parts_and_quoted_words_are_told_whole() -> None:
     refused = LoginProblem("the cluster does not let you create a; b", fix="have the Role bound; or do without")
-    finding, quoted = finding_of(refused, "kubernetes.access"), finding_of(DataError("it says: a; b"), "some.code")
+    finding, quoted = finding_of(refused, "kubernetes.access"), finding_of(DataError("it says: a; b"), "data.refused")
     assert (finding.what, finding.fix) == (refused.what, "have the Role bound; or do without")
     assert str(refused) == "the cluster does not let you create a; b; have the Role bound; or do without"
     assert (quoted.what, quoted.fix) == ("it says: a; b", "")
 
 
 def test_refused_corpus_alone_raises_the_error_of_preparation() -> None:
-    data, wrong = finding_of(DataError("holds no text"), "data.refused"), Finding("error", "a.b", "wrong", "fix it")
+    data, wrong = (
+        finding_of(DataError("holds no text"), "data.refused"),
+        Finding("error", "script.missing", "wrong", "fix it"),
+    )
     assert data.fault is FailureClass.DATA
     with pytest.raises(DataError, match="holds no text"):
         raise_on_errors([data])
     with pytest.raises(ConfigProblem) as caught:
-        raise_on_errors([wrong, Finding("warning", "c.d", "odd", "look"), data])
-    lines = ["2 problems:", "  [a.b] wrong -> fix it", "  [data.refused] holds no text"]
+        raise_on_errors([wrong, Finding("warning", "image.unused", "odd", "look"), data])
+    lines = ["2 problems:", "  [script.missing] wrong -> fix it", "  [data.refused] holds no text"]
     assert str(caught.value).splitlines() == lines
 
 

@@ -35,7 +35,7 @@ def test_complete_cluster_passes_each_check(bare: Cluster) -> None:
     bare.add_queue("research")
     findings = findings_of(kubernetes(bare, queue="research"))
     assert {finding.code for finding in findings if finding.severity == "info"} >= {
-        "kubernetes.version", "kubernetes.permissions", "kubernetes.namespace", "kubernetes.jobset",
+        "kubernetes.version", "kubernetes.permission", "kubernetes.namespace", "kubernetes.jobset",
         "kubernetes.queue", "kubernetes.machines",
     }  # fmt: skip
     assert found(bare, queue="research") == {}
