@@ -9,9 +9,8 @@ from typing import get_args
 
 import pytest
 
-from cli.main import _settings_of
 from launcher.checks import doctor
-from launcher.config import RunConfig, ScriptConfig, SweepConfig
+from launcher.config import RunConfig, ScriptConfig, SweepConfig, settings_of
 from launcher.platforms import settings_classes
 from launcher.platforms.kubernetes import reasons
 from launcher.platforms.slurm import platform as slurm
@@ -71,7 +70,7 @@ def composed() -> set[str]:
 def settings() -> set[str]:
     """All settings of configs, with their sections."""
     kinds = (RunConfig, ScriptConfig, SweepConfig)
-    names = {row["setting"] for kind in kinds for row in _settings_of(kind)}
+    names = {setting.name for kind in kinds for setting in settings_of(kind)}
     return names | {name.rpartition(".")[0] for name in names}
 
 
