@@ -31,10 +31,10 @@ def check_call(node: Node) -> Iterator[Finding]:
     """Yield the mistakes in the call that can be found at once."""
     if node.node_rank >= node.nodes:
         what = f"--node-rank={node.node_rank} is not one of --nodes={node.nodes}"
-        yield Finding("error", "node.rank", what, f"nodes are numbered 0 to {node.nodes - 1}")
+        yield Finding("error", "node.rank", what, f"give a number from 0 to {node.nodes - 1}")
     if node.processes < 1:
-        what = f"--processes={node.processes} leaves nothing to run"
-        yield Finding("error", "node.processes", what, "give one per GPU, or at least 1")
+        what = f"--processes={node.processes} starts nothing"
+        yield Finding("error", "node.processes", what, "give the number of GPUs, at least 1")
     # Code that is still to be fetched contains the program.
     script = node.program[0]
     if node.code is None and not script.startswith("-") and not Path(script).is_file():
@@ -51,7 +51,7 @@ def check_call(node: Node) -> Iterator[Finding]:
         yield Finding("error", "node.directory", what, fix, fault)
     if node.node_rank == 0 and not port_is_free(node.port):
         what = f"port {node.port} of --master={node.host}:{node.port} is taken on this node"
-        yield Finding("error", "node.port", what, "end what listens there, or choose another port", FailureClass.NODE)
+        yield Finding("error", "node.port", what, "end the process there, or choose another port", FailureClass.NODE)
 
 
 def port_is_free(port: int) -> bool:
@@ -106,7 +106,7 @@ def check_machine(node: Node, environ: Mapping[str, str], *, root: Path = Path("
     gpu_findings = list(gpu.check_gpus(network, environ, root=root))
     if network.gpus and not (gpu.libcuda_is_cached() or gpu.libcuda_folder(environ, root)):
         what = f"{gpu.LIBCUDA} is neither in the loader's cache nor on LD_LIBRARY_PATH"
-        fix = "see that the container has the driver's libraries; a pod that requests nvidia.com/gpu has them"
+        fix = "check that the container has the driver's libraries, as a pod that requests nvidia.com/gpu has"
         gpu_findings.append(Finding("error", "gpu.libcuda", what, fix, FailureClass.NODE))
     yield from gpu_findings
     # A broken GPU, which was just reported, may hang a process that uses it.
@@ -185,11 +185,11 @@ def check_plugin(network: NodeNetwork, environ: Mapping[str, str]) -> Iterator[F
     expected = network.library_paths
     if first is None:
         what = f"NCCL's plugin {name} is not in {', '.join(folders) or 'LD_LIBRARY_PATH, which is empty'}"
-        fix = f"see whether {network.name}'s plugin is installed on this node, and mounted in the node's container"
+        fix = f"check whether {network.name}'s plugin is installed on this node, and mounted in the node's container"
         yield Finding("error", "nccl.plugin", what, fix, FailureClass.NODE)
     elif expected and first not in expected:
         what = f"NCCL would load {first}/{name}, which is not the {network.name} plugin of {' or '.join(expected)}"
-        fix = "remove it from the image, or see why the node lacks the right one"
+        fix = "remove it from the image, or check why the node lacks the right one"
         yield Finding("error", "nccl.plugin-other", what, fix, FailureClass.NODE)
 
 
@@ -198,15 +198,15 @@ def check_interfaces(network: NodeNetwork, root: Path) -> Iterator[Finding]:
     existing = sorted(path.name for path in (root / "sys/class/net").glob("*"))
     missing = [name for name in network.interfaces if name not in existing]
     if missing:
-        what = f"the interfaces {', '.join(missing)} are missing; there are {', '.join(existing) or 'none'}"
-        fix = "name interfaces of this node, or see a pod's annotation networking.gke.io/interfaces or "
-        fix += "k8s.v1.cni.cncf.io/networks, and its node pool's"
+        what = f"the interfaces {', '.join(missing)} are missing; this node has {', '.join(existing) or 'none'}"
+        fix = "name interfaces of this node, or check the pod's annotation networking.gke.io/interfaces or "
+        fix += "k8s.v1.cni.cncf.io/networks, and the networks of its node pool"
         yield Finding("error", "network.interfaces", what, fix, FailureClass.NODE)
     for name in network.interfaces:
         state = root / "sys/class/net" / name / "operstate"
         # Virtual interfaces read `unknown` while they work.
         if name in existing and state.exists() and state.read_text().strip() == "down":
-            fix = "run elsewhere: exclude this node, and have its network card looked at"
+            fix = "run elsewhere: exclude this node, and have its network card repaired"
             yield Finding("error", "network.interface-down", f"the interface {name} is down", fix, FailureClass.NODE)
 
 
@@ -233,7 +233,7 @@ def check_daemon(network: NodeNetwork, *, patience: float = timeouts.NETWORK_DAE
         problem = problem_of(network.socket)
     if problem:
         what = f"the {network.name} daemon does not answer at {network.socket} after {patience:.0f} s: {problem}"
-        fix = "read the daemon's log, and see that its container mounts the same folder for the socket"
+        fix = "read the daemon's log, and check that its container mounts the same folder for the socket"
         yield Finding("error", "network.daemon", what, fix, FailureClass.NODE)
 
 

@@ -66,7 +66,7 @@ def _fetch(address: str) -> bytes:
     root, _, name = address.rpartition("/")
     named = re.fullmatch(r"([0-9a-f]{64})\.tar", name)
     if named is None or not root:
-        what = f"--code={address} names no archive by its hash"
+        what = f"--code={address} does not name an archive by its hash"
         raise UserError(what, fix="give …/<sha256>.tar, as the launcher does")
     try:
         content = open_storage(root).read(name, most=MOST_ARCHIVE)
@@ -75,7 +75,7 @@ def _fetch(address: str) -> bytes:
     digest = sha256(content).hexdigest()
     if digest != named[1]:
         what = f"{address} has the sha256 {digest}, so it was changed"
-        raise DataError(what, fix=f"see who writes there, {_REMOVE}")
+        raise DataError(what, fix=f"check who writes there, {_REMOVE}")
     return content
 
 

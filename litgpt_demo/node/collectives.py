@@ -174,10 +174,10 @@ class CollectiveBenchmark:
 def main(argv: Sequence[str]) -> int:
     """Measure in every rank, print the result, and write it into the node's folder."""
     parser = argparse.ArgumentParser(prog="python -m litgpt_demo collectives", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60, help="for the whole measurement (default: 60)")
-    parser.add_argument("--floor", type=float, help="least busbw in GB/s; below it the slow nodes are searched")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds for the whole measurement (default: 60)")
+    parser.add_argument("--floor", type=float, help="least busbw in GB/s, below which slow nodes are searched")
     parser.add_argument("--largest", type=int, help="bytes of the largest tensor (default: 1 GiB on GPUs, else 64 MiB)")
-    parser.add_argument("--table", action="store_true", help="among 2, 4, 8, … ranks too, and between pairs of nodes")
+    parser.add_argument("--table", action="store_true", help="also among 2, 4, 8, … ranks, and between pairs of nodes")
     options = parser.parse_args(argv)
     cuda = torch.cuda.is_available()
     if cuda:

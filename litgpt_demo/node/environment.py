@@ -50,16 +50,16 @@ def sourced(scripts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str
     missing = [script for script in scripts if not Path(script).is_file()]
     if missing:
         what = f"the network's script {', '.join(missing)} is not on this node"
-        raise NodeError(what, fix="see whether the plugin is installed on this node, and its folder mounted")
+        raise NodeError(what, fix="check whether the plugin is installed on this node, and its folder mounted")
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "environment"
         try:
             code = subprocess.call(["bash", "-c", _SOURCE, "source", str(target), *scripts], env=dict(environ))
         except FileNotFoundError as error:
-            raise UserError("the network's scripts need bash, but the image has none", fix="install it") from error
+            raise UserError("the network's scripts need bash, but the image lacks it", fix="install it") from error
         if code != 0 or not target.exists():
             what = f"the network's scripts {', '.join(scripts)} ended with {code}"
-            raise UserError(what, fix="their output is above")
+            raise UserError(what, fix="read their output above")
         entries = target.read_bytes().decode(errors="surrogateescape").split("\0")
     return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
@@ -131,7 +131,7 @@ def find_cards(sys: Path, prefix: str, interfaces: Sequence[str]) -> tuple[list[
     ports, indices = [gid.port for gid in usable], {gid.index for gid in usable}
     if not usable:
         what = f"no address of {prefix}* is RoCE v2 over IPv4 on {' or '.join(interfaces) or 'any interface'}"
-        fix = f"check {_CARDS}: the second interface has no IPv4 address"
+        fix = f"check {_CARDS}, and that its second interface has an IPv4 address"
     elif len(ports) > len(set(ports)):
         what = f"one of the ports {', '.join(ports)} has more than one address that is RoCE v2 over IPv4"
         fix = "give the interface one address, or set NCCL_IB_GID_INDEX in platform.env"
@@ -160,7 +160,7 @@ def infiniband_ports(sys: Path, prefix: str) -> list[str]:
             up.append(name)
     if up:
         return up
-    fix = "see `ibstat` on this node; set platform.ib_hca to the cards' names, or network: roce for Ethernet"
+    fix = "run `ibstat` on this node, and set platform.ib_hca to the cards' names, or network: roce for Ethernet"
     raise NodeError(
         "\n".join([f"no InfiniBand port of {prefix}* is up; the ports are", *(rows or ["  none"])]), fix=fix
     )

@@ -146,7 +146,7 @@ def gather(ranks: Mapping[int, Path], *, recorders: Path, since: float, killed: 
     """
     traces = []
     if killed:
-        text = f"the kernel killed {killed} of this container's processes for want of memory"
+        text = f"the kernel killed {killed} of this container's processes, because memory was full"
         traces.append(Trace(source="memory", text=text))
     # Only Linux has it, and most containers may not read it. 3 is SYSLOG_ACTION_READ_ALL, syslog(2). The ring buffer is
     # no larger by default (CONFIG_LOG_BUF_SHIFT).

@@ -94,11 +94,10 @@ def check_gpus(network: NodeNetwork, environ: Mapping[str, str], *, root: Path =
     gpus: list[dict[str, Any]] | None = json.loads(output.splitlines()[-1])
     count = len(list((root / "dev").glob("nvidia[0-9]*"))) if gpus is None else len(gpus)
     if count < network.gpus:
-        what = f"this node has {count} GPUs, but the job was given machines with {network.gpus}"
-        fix = "run elsewhere: exclude this node; one of its GPUs has fallen off the bus"
-        yield Finding("error", "gpu.count", what, fix, FailureClass.NODE)
+        what = f"this node has {count} GPUs, but its machine type has {network.gpus}: one may have fallen off the bus"
+        yield Finding("error", "gpu.count", what, _REPAIR, FailureClass.NODE)
     elif gpus is None:
-        what = "libnvidia-ml.so.1 is not here: driver and memory errors were not checked"
+        what = "libnvidia-ml.so.1 was not found, so driver and memory errors were not checked"
         yield Finding("warning", "gpu.unseen", what, f"add /{_MOUNTED} to LD_LIBRARY_PATH", FailureClass.NODE)
     for gpu in gpus or ():
         if gpu["errors"]:
@@ -121,7 +120,7 @@ def check_used(
         if network.gpus:
             yield Finding("error", "gpu.unused", f"{what}; the ranks would run on CPUs", fix, fault)
         else:
-            fix = f"{fix}; or set {VISIBLE} to nothing, if CPUs are meant"
+            fix = f"{fix}, or set {VISIBLE} to an empty value to run on CPUs"
             yield Finding("warning", "gpu.unused", f"{what}; the ranks run on CPUs", fix, fault)
     # Ranks may see fewer GPUs than the node has, if each of them has one.
     elif network.gpus and seen.gpus < (processes if VISIBLE in environ else network.gpus):
@@ -129,28 +128,28 @@ def check_used(
         fault = FailureClass.USER if VISIBLE in environ else FailureClass.NODE
         if VISIBLE in environ:
             what += f" ({VISIBLE}={environ[VISIBLE]})"
-        yield Finding("error", "gpu.visible", what, f"see which GPUs {VISIBLE} names, and MIG", fault)
+        yield Finding("error", "gpu.visible", what, f"check which GPUs {VISIBLE} names, and MIG", fault)
 
 
 def _why_unused(seen: TorchSeen, environ: Mapping[str, str]) -> tuple[str, str, FailureClass]:
     if seen.cuda is None:
-        what = f"torch {seen.torch} was built without CUDA, and there are GPUs here"
+        what = f"torch {seen.torch} was built without CUDA, but this node has GPUs"
         return what, "install a CUDA build of torch in the image", FailureClass.USER
     what = f"torch {seen.torch}, built with CUDA {seen.cuda}, cannot use the GPUs here ({seen.gpu_error})"
     if "driver on your system is too old" in seen.gpu_error:
         major = seen.cuda.partition(".")[0]
         needs = f"CUDA {major} needs driver {DRIVER_FLOORS[major]} or newer: " if major in DRIVER_FLOORS else ""
-        return what, f"{needs}upgrade the node pool's, or use an image with an older CUDA", FailureClass.NODE
+        return what, f"{needs}upgrade the node's driver, or use an image with an older CUDA", FailureClass.NODE
     if "no kernel image is available" in seen.gpu_error:
         fix = "use an image whose torch was built for this GPU: torch.cuda.get_arch_list() names what this one knows"
         return what, fix, FailureClass.USER
     if VISIBLE in environ and "No CUDA GPUs are available" in seen.gpu_error:
         return (
             f"{what} with {VISIBLE}={environ[VISIBLE]!r}",
-            f"leave {VISIBLE} out, or name GPUs here",
+            f"unset {VISIBLE}, or set it to GPUs of this node",
             FailureClass.USER,
         )
-    return what, "run elsewhere: exclude this node, and look at its driver", FailureClass.NODE
+    return what, "run elsewhere: exclude this node, and check its driver", FailureClass.NODE
 
 
 def libcuda_is_cached() -> bool:

@@ -153,7 +153,7 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
         if network.allow_unqualified:
             yield Finding("warning", "nccl.version", what, "platform.allow_unqualified_nccl lets the job continue")
         else:
-            fix = f"{use}; platform.allow_unqualified_nccl tries it all the same"
+            fix = f"{use}, or set platform.allow_unqualified_nccl to try it anyway"
             yield Finding("error", "nccl.version", what, fix)
 
 
@@ -165,7 +165,7 @@ def job_network(environ: Mapping[str, str]) -> NodeNetwork:
         return NodeNetwork.model_validate_json(environ[NETWORK])
     except ValidationError as error:
         what = f"{NETWORK}={environ[NETWORK]!r} cannot be used ({first_problem(error)})"
-        raise UserError(what, fix="let the launcher that submits and the image that runs be of one version") from error
+        raise UserError(what, fix="submit with the same version of train-litgpt that the image has") from error
 
 
 # --- whether ranks use it ---------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ _HINTS = {
     "NET/IB : No device found": "this node has no RDMA devices; a pod gets them by its annotations or resource claim",
     "Inappropriate ioctl": _MISFIT,
     "gpu_tx_reg_mr failed": _MISFIT,
-    "onnection refused, retrying": "the receive daemon does not answer: look at its log",
+    "onnection refused, retrying": "the receive daemon does not answer: read its log",
 }
 
 
@@ -244,8 +244,8 @@ class NetworkUse:
             return self._finding(f"NCCL uses {', '.join(unexpected)}, not {self._expected}", FailureClass.NODE)
         if steps > 0 and not self._used:
             what = f"the ranks have done a step, but NCCL has not reported that it uses {self._expected}"
-            needed = "NCCL_DEBUG has to be INFO, NCCL_DEBUG_SUBSYS to have INIT, NCCL_DEBUG_FILE to be unset"
-            return self._finding(f"{what}: {needed}, and the script to use the nccl backend", FailureClass.USER)
+            needed = "set NCCL_DEBUG=INFO, add INIT to NCCL_DEBUG_SUBSYS, unset NCCL_DEBUG_FILE"
+            return self._finding(f"{what}: {needed}, and use the nccl backend in the script", FailureClass.USER)
         return self._check_counters(steps, sends)
 
     def _read(self, path: Path) -> None:
@@ -289,7 +289,7 @@ class NetworkUse:
             print(f"network {self._network.name} is in use: the ranks sent {traffic}", flush=True)
         else:
             what = f"the ranks may not send by RDMA: {traffic} (platform.network={self._network.name})"
-            fix = "compare the time of a step with other jobs, or measure (flow benchmark-network)"
+            fix = "compare the time of a step with other jobs, or run the flow benchmark-network"
             print(f"warning [network.unused] {what} -> {fix}", flush=True)
         return None
 
@@ -299,12 +299,12 @@ class NetworkUse:
         if self._network.allow_tcp_fallback:
             self._expected = None  # one warning is enough
             print(
-                f"warning [network.unused] {message} -> allow_tcp_fallback is set: the job continues, slower",
+                f"warning [network.unused] {message} -> platform.allow_tcp_fallback lets the job continue, slower",
                 flush=True,
             )
             return None
         name = "NodeError" if fault is FailureClass.NODE else "UserError"
-        fix = "To train over plain sockets all the same, set platform.allow_tcp_fallback"
+        fix = "To train over plain TCP anyway, set platform.allow_tcp_fallback"
         return RankFailure(
             local_rank=0,
             exit_code=fault.exit_code,

@@ -160,7 +160,7 @@ def run_network_test(node: Node, environ: Mapping[str, str], shutdown: ShutdownS
     if problem is not None:
         if not network.allow_tcp_fallback:
             raise problem
-        print(f"warning [network.slow] {problem} -> allow_tcp_fallback is set: the job continues, slower", flush=True)
+        print(f"warning [network.slow] {problem} -> platform.allow_tcp_fallback lets the job continue", flush=True)
     return result
 
 
@@ -209,8 +209,8 @@ def check_bandwidth(result: NetworkTestResult, node: int, *, name: str) -> Train
         named = ", ".join(f"node {number} ({hosts[number]})" for number in slow)
         return NetworkError(f"{what}; {named} is slow: {evidence(slow[0])}")
     if result.nodes == 2:
-        fix = f"measure {' and '.join(hosts)} with a third one each"
-        return NetworkError(f"{what}, and two nodes do not show which of them is slow", fix=fix)
+        fix = f"measure each of {' and '.join(hosts)} with a third node"
+        return NetworkError(f"{what}, but two nodes do not show which of them is slow", fix=fix)
     fix = "check what they share: the fabric's settings (render --explain), the plugin's release, the placement"
     return NetworkError(f"{what}; all nodes are alike ({evidence(0)})", fix=fix)
 

@@ -77,16 +77,16 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Node:
         "may be `pytorchjob`: by Run:ai's and Kubeflow's variables, checked against --nodes and --processes.",
     )
     parser.add_argument("--nodes", required=True, help="nodes of the job")
-    parser.add_argument("--node-rank", required=True, help="number of this one, from 0")
+    parser.add_argument("--node-rank", required=True, help="number of this node, from 0")
     parser.add_argument("--processes", required=True, help="ranks on this node")
-    parser.add_argument("--master", required=True, metavar="HOST:PORT", help="where node 0 listens")
-    parser.add_argument("--run-id", required=True, help="one per attempt, the same on every node")
+    parser.add_argument("--master", required=True, metavar="HOST:PORT", help="address where node 0 listens")
+    parser.add_argument("--run-id", required=True, help="name of the attempt, the same on every node")
     parser.add_argument("--directory", required=True, help="local folder for logs and error files")
-    parser.add_argument("--log-uri", metavar="ADDRESS", help="a folder or gs:// to which they are copied while it runs")
+    parser.add_argument("--log-uri", metavar="ADDRESS", help="folder or gs:// address to copy the logs to, as it runs")
     parser.add_argument("--log-every", type=float, default=60.0, help="seconds between two copies (default: 60)")
     parser.add_argument("--stage", action="append", default=[], metavar="ADDRESS", help="a dataset to copy here first")
     parser.add_argument("--code", metavar="ADDRESS", help="an archive <sha256>.tar to unpack and start in")
-    parser.add_argument("--grace", type=int, default=30, help="seconds ranks have to save on SIGTERM (default: 30)")
+    parser.add_argument("--grace", type=int, default=30, help="seconds for ranks to save after SIGTERM (default: 30)")
 
     split = list(argv).index("--") if "--" in argv else len(argv)
     flags = parser.parse_args(list(argv[:split]))
@@ -228,7 +228,7 @@ def await_name(host: str) -> None:
             if time.monotonic() > deadline:
                 what = f"node 0's name {host} did not resolve for {limit:.0f} s ({error})"
                 fix = (
-                    "see whether node 0 is pending or pulls its image, and that its name resolves (a headless Service)"
+                    "check whether node 0 is pending or pulls its image, and that a headless Service resolves its name"
                 )
                 raise NetworkError(what, fix=fix) from error
         time.sleep(1.0)

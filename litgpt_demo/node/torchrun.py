@@ -126,7 +126,7 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server(address, family=family)
     except OSError as error:
-        fix = "end what listens there, or wait"
+        fix = "end the process that listens there, or wait for its end"
         raise NetworkError(f"{host}:{port} cannot be listened on: {error.strerror}", fix=fix) from error
     try:
         store = TCPStore(

@@ -33,10 +33,10 @@ def open_storage(address: str) -> Storage:
             return LocalStorage(root=str(Path(address).expanduser().resolve()))
         except (RuntimeError, OSError) as error:  # no such user, or a symbolic link that leads to itself
             fix = f"write the path out, or ./{address} for a folder of that name"
-            raise UserError(f"{address!r} leads nowhere ({error}); {fix}") from error
+            raise UserError(f"{address!r} cannot be resolved ({error}); {fix}") from error
     path = bucket_path(address)
     if path is None:
-        raise UserError(f"{address!r} is neither gs://bucket/prefix nor a local path, and nothing else is supported")
+        raise UserError(f"{address!r} has an unknown scheme; give gs://bucket/prefix or a local path")
     bucket, _, prefix = path.partition("/")
     # https://cloud.google.com/storage/docs/buckets#naming
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
@@ -47,5 +47,5 @@ def open_storage(address: str) -> Storage:
     with suppress(ModuleNotFoundError):  # no package of Google's is installed
         client = find_spec("google.cloud.storage")
     if client is None:
-        raise UserError(f"{address} needs google-cloud-storage, which is not installed here; pip install it")
+        raise UserError(f"{address} needs a package: run `pip install google-cloud-storage`")
     return BucketStorage(root=f"gs://{bucket}").within(prefix)

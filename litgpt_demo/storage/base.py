@@ -175,7 +175,7 @@ def clean_path(path: str) -> str:
     if path.startswith("/") or ".." in parts:
         raise UserError(f"path {path!r} leaves the storage's root; give one relative to the root, without '..'")
     if re.search(r"[\0\r\n]", path):
-        raise UserError(f"path {path!r} holds a line break or a NUL, which no bucket takes; rename it")
+        raise UserError(f"path {path!r} has a line break or a NUL, which buckets refuse; rename it")
     if parts and is_partial(parts[-1]):
         raise UserError(f"path {path!r} is named like an unfinished write (.*.partial); choose another name")
     return "/".join(parts)
@@ -192,7 +192,7 @@ def clean_file(path: str) -> str:
 def checked_remove_path(path: str) -> str:
     # An empty name, or one that ends with a slash, is refused: it would remove the folder above.
     if clean_path(path) != path or not path:
-        raise UserError(f"will not remove {path!r}, which names no file or folder below the root; name what is to go")
+        raise UserError(f"{path!r} is not a path below the root, so it is not removed; give a file or folder below it")
     return path
 
 
@@ -203,7 +203,7 @@ def is_partial(name: str) -> bool:
 
 def require_size(size: int, most: int, address: str) -> None:
     if size > most:
-        raise TooLarge(f"{address} has {size:,} bytes, and at most {most:,} are read; see what wrote it, or remove it")
+        raise TooLarge(f"{address} has {size:,} bytes, but at most {most:,} are read; check its writer, or remove it")
 
 
 def absent(address: str) -> FileNotFoundError:

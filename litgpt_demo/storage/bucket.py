@@ -290,8 +290,8 @@ class BucketStorage(Storage):
             except RetryableError as error:
                 reason = error
         raise DataError(
-            f"{address}: did not come out right in {_TRIES} tries, the last time: {reason}",
-            fix="see whether something else writes there, else try from another machine",
+            f"{address}: could not be transferred intact in {_TRIES} tries; the last time: {reason}",
+            fix="check whether something else writes there, or try from another machine",
         ) from reason
 
     def _each(self, action: Callable[[Item], T], items: Iterable[Item]) -> Sequence[T]:
@@ -323,8 +323,8 @@ class BucketStorage(Storage):
             return [*found]
         except NotFound:
             raise UserError(
-                f"{self._address('')}: there is no bucket {self._bucket!r}",
-                fix=f"check its name, or make it: gcloud storage buckets create {self._address('')}",
+                f"{self._address('')}: the bucket {self._bucket!r} does not exist",
+                fix=f"check its name, or run `gcloud storage buckets create {self._address('')}`",
             ) from None
 
     def _put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
@@ -502,7 +502,7 @@ def _explaining(address: str, role: str) -> Iterator[None]:
         raise RetryableError(f"{type(error).__name__}: {one_line(error)}") from None
     except GoogleAuthError as error:
         if error.retryable:
-            raise NetworkError(f"{address}: no credentials could be had: {one_line(error)}", fix="try again") from None
+            raise NetworkError(f"{address}: credentials are missing: {one_line(error)}", fix="try again") from None
         fix = "run `gcloud auth application-default login`"
         raise Unreachable(f"{address}: no usable credentials: {one_line(error)}", fix=fix) from None
     except (GoogleAPICallError, RetryError, RequestException) as error:
@@ -513,13 +513,13 @@ def _explaining(address: str, role: str) -> Iterator[None]:
             bucket = address.removeprefix(SCHEME).partition("/")[0]
             raise UserError(
                 f"{address}: bucket {bucket} refused: {reason}",
-                fix=f"{role} allows it: gcloud storage buckets add-iam-policy-binding gs://{bucket} "
-                f"--member=<who runs this> --role={role}",
+                fix=f"grant {role}: gcloud storage buckets add-iam-policy-binding gs://{bucket} "
+                f"--member=<account of this machine> --role={role}",
             ) from None
         if code == 429 or code >= 500:
-            no_retry, fix = isinstance(error, RetryError), "try again when it does"
+            no_retry, fix = isinstance(error, RetryError), "try again later"
             raise NetworkError(f"{address}: the bucket does not answer: {reason}", fix=fix, no_retry=no_retry) from None
         raise UserError(f"{address}: the bucket refused: {reason}") from None
     except AttributeError as error:  # Google's library, of an error that is not {"error": {"message": …}}
-        fix = "see whether a proxy sent it, then try again"
+        fix = "check whether a proxy sent it, then try again"
         raise NetworkError(f"{address}: the answer is not a bucket's ({one_line(error)})", fix=fix) from None

@@ -283,10 +283,10 @@ def translate_os_errors(address: str, *, needed: int = 0) -> Iterator[None]:
                 if error.errno == errno.ENOSPC and _room(path)[1] == 0:
                     what = f"{where}: its file system holds no more files, whatever their size (its inodes are used up)"
                     raise DiskFull(what, fix="remove files, or choose another place") from raised
-            raise DiskFull(f"{where}: {needed} bytes are needed, {free} are free; make room") from raised
+            raise DiskFull(f"{where}: {needed} bytes are needed, but {free} are free; make room") from raised
         if error.errno in _REFUSED:
-            raise UserError(f"{where}; check what is there, its owner and mode, or choose another place") from raised
-        raise NodeError(f"{where}; this machine's disk or mount is not fit, use another") from raised
+            raise UserError(f"{where}; check its owner and mode, or choose another place") from raised
+        raise NodeError(f"{where}; this machine's disk or mount does not work, use another machine") from raised
 
 
 # Bytes: a node's report with the last 40 lines of a traceback of each of 8 ranks takes about 30 KiB, its traces 40 KiB

@@ -106,7 +106,7 @@ def read_index(folder: Path, *, address: str = "") -> Metadata:
         for index, place in metadata.storage_data.items():
             name = place.relative_path
             if not isinstance(index, MetadataIndex) or name in {"", ".."} or Path(name).name != name:
-                raise ValueError(f"{index!r} lies in {name!r}, which is not a file of the checkpoint's folder")
+                raise ValueError(f"{index!r} is stored in {name!r}, which is not a file of the checkpoint's folder")
             if getattr(place, "transform_descriptors", None):
                 raise ValueError(f"{index!r} is stored in a form that training does not write")
     except OSError:

@@ -112,14 +112,14 @@ def require_same(run: Storage, manifest: CheckpointManifest, spec: TrainingSpec)
     """Refuse a checkpoint of another model or dataset: a training resumes from its own."""
     address, fix = run.address(folder_of(manifest.step)), "give the run another name or root"
     if manifest.dataset_hash != spec.dataset_hash:
-        what = f"{address} was trained on dataset {manifest.dataset_hash}, this run is on {spec.dataset_hash}"
+        what = f"{address} was trained on dataset {manifest.dataset_hash}, but this run is on {spec.dataset_hash}"
         raise DataError(what, fix=fix)
     # The address of the weights that it starts from does not matter: the run's id has their checksums.
     stored, expected = manifest.config.get("model"), spec.model.model_dump(mode="json", exclude={"init_from"})
     if isinstance(stored, dict):
         stored = {name: value for name, value in stored.items() if name != "init_from"}
     if stored not in (None, expected):
-        raise DataError(f"{address} is of the model {stored}, this run trains {expected}", fix=fix)
+        raise DataError(f"{address} is of the model {stored}, but this run trains {expected}", fix=fix)
 
 
 def require_damaged(run: Storage, folder: str, error: DataError) -> None:
@@ -143,10 +143,10 @@ def require_beginning(run: Storage) -> None:
     if folders:
         what = (
             f"no checkpoint of {run.address()} verifies: {', '.join(folders)} in {run.address(_QUARANTINE)} are "
-            "damaged, and the training would begin at step 0"
+            "damaged, so the training would begin at step 0"
         )
         fix = (
-            f"read why.txt in each, and put one that can be repaired back into {run.address(_ALL)}; or remove "
+            f"read why.txt in each, repair one and move it back to {run.address(_ALL)}, or remove "
             f"{run.address(_QUARANTINE)} to begin at step 0"
         )
         raise DataError(what, fix=fix)
@@ -184,7 +184,7 @@ def verify(run: Storage, step: int, paths: Collection[str]) -> None:
     problems += _problems(folder, [records[path] for path in paths if path in records])
     if problems:
         what = f"{folder.address()} is not what was written: {'; '.join(problems)}"
-        raise DataError(what, fix="look at that disk or mount")
+        raise DataError(what, fix="check that disk or mount")
 
 
 def steps_to_keep(

@@ -213,10 +213,10 @@ class Loop:
         listed = ", ".join(map(str, windows[:64]))
         if len(windows) > 64:
             listed += ", …"
-        look = f"look at them with `python -m litgpt_demo windows --run {training.run.root} --step {result.done}`"
-        message = f"{problem}; its samples have the ids {listed} in the training split; {look}. {self._advice()}"
+        look = f"`python -m litgpt_demo windows --run {training.run.root} --step {result.done}` prints them"
+        message = f"{problem}; its samples have the ids {listed} in the training split. {look}. {self._advice()}"
         if spec.train.on_nonfinite == "stop":
-            raise UserError(f"{message}, and train.on_nonfinite=skip leaves out the update of such a step")
+            raise UserError(f"{message}. train.on_nonfinite=skip leaves out the update of such a step")
         if self._skips_in_a_row == _MOST_SKIPS_IN_A_ROW:
             many = f"It is step {_MOST_SKIPS_IN_A_ROW} in a row without an update, so it is not the data"
             raise UserError(f"{message}. {many}")
@@ -244,8 +244,8 @@ def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str |
         return None
     return (
         f"two steps and a save took {needed:.3g} s ({step:.3g} s a step, {save:.3g} s the save), but the platform "
-        f"waits {grace} s for a job that it takes away: its last steps would be lost. Set platform.grace_period to "
-        f"{math.ceil(needed + save)} where it can wait (a Spot VM is gone after 30 s), or save more often with a "
+        f"waits {grace} s for a job that it preempts, so its last steps would be lost. Set platform.grace_period to "
+        f"{math.ceil(needed + save)} where it can wait (a Spot VM ends after 30 s), or save more often with a "
         "smaller train.checkpoint_every"
     )
 
@@ -271,8 +271,8 @@ def _report_save(report: Reporter, saved: SaveResult) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="litgpt_demo train", description=__doc__)
     parser.add_argument("--run", required=True, help="address of the run's folder, with its config.json")
-    parser.add_argument("--attempt", type=int, help="read the config.json of this attempt; default: that of the run")
-    parser.add_argument("--seconds", type=float, help="save and stop so long after the attempt's beginning")
+    parser.add_argument("--attempt", type=int, help="attempt whose config.json to read (default: the run's own)")
+    parser.add_argument("--seconds", type=float, help="save and stop this many seconds after the attempt's beginning")
     args = parser.parse_args(argv)
     run = open_storage(args.run)
     if args.attempt is None:
@@ -283,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         heart.beat(0, "meeting the other ranks", max_silence=timeouts.STATE_TRANSFER)
         fabric = open_fabric(spec.train)
         if fabric.world_size != spec.world_size:
-            what = f"this rank is one of {fabric.world_size}, the run was submitted for {spec.world_size}"
+            what = f"this rank is one of {fabric.world_size}, but the run was submitted for {spec.world_size}"
             raise UserError(what, fix="submit it again")
         scratch = scratch_of(run, fabric.global_rank)
         try:

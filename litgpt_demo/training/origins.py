@@ -56,12 +56,12 @@ def find_initial_weights(name: str | None, optimizer: bool, root: str) -> Initia
     if found is None:
         fix = "give the whole name of a run (`train-litgpt runs`), a checkpoint of one, a folder with lit_model.pth "
         fix += f"and model_config.yaml, or with config.json and {_SAFETENSORS}, as transformers' save_pretrained "
-        fix += "writes it, or owner/name of such a one on the Hub"
+        fix += "writes it, or owner/name of a model on the Hub"
         raise UserError(f"model.init_from={name} holds no weights to start from", fix=fix)
     if optimizer and found.kind != "checkpoint":
         fix = "leave it out, or name a run, or a checkpoint of one"
         raise UserError(
-            f"model.load_optimizer_state=true, and model.init_from={name} has no optimizer's state", fix=fix
+            f"model.load_optimizer_state=true, but model.init_from={name} has no optimizer's state", fix=fix
         )
     return found.model_copy(update={"optimizer": optimizer})
 
@@ -123,7 +123,7 @@ def _fetched(origin: InitialWeights) -> InitialWeights:
         path = folder / name
         if CHECKSUMS[algorithm](path) != checksum:
             path.resolve().unlink()
-            raise DataError(f"{name} of {origin.name} came damaged from the Hub, and was removed", fix="run again")
+            raise DataError(f"{name} of {origin.name} was damaged on its way here, and removed", fix="run again")
     found = _in_folder(open_storage(str(folder)))
     assert found is not None, origin.name
     changes = {"name": origin.name, "listed_as": origin.content_hash, "optimizer": origin.optimizer}
@@ -139,7 +139,7 @@ def _in_run(storage: Storage, name: str) -> InitialWeights | None:
         spec, last = read_spec(storage), complete[0]
         if not checkpoints.reached_end(last, spec):
             steps = ", ".join(f"{name.rstrip('/')}/{checkpoints.folder_of(each.step)}" for each in complete)
-            problem = f"model.init_from={name} has reached step {last.step} of {spec.steps}"
+            problem = f"model.init_from={name} is at step {last.step} of {spec.steps}"
             raise UserError(problem, fix=f"name one of its checkpoints: {steps}")
         storage = storage.within(checkpoints.folder_of(last.step))
     manifest = read_manifest(storage, CheckpointManifest)
@@ -242,15 +242,15 @@ def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: 
         problem = (
             f"the tokenizer of model.init_from is missing, so the meaning of ids to its weights is unknown: {error}"
         )
-        return problem, f"put its {_TOKENIZER} there"
-    fix = f"take its own: data.tokenizer={json.dumps({'kind': 'litgpt', 'path': folder})}"
+        return problem, f"copy its {_TOKENIZER} there"
+    fix = f"take the weights' own: data.tokenizer={json.dumps({'kind': 'litgpt', 'path': folder})}"
     if dataset is not None:
         data_tokenizer = open_storage(dataset).read(f"tokenizer/{_TOKENIZER}")
     elif planned.tokenizer is not None:
         data_tokenizer = planned.tokenizer.files[_TOKENIZER]
     else:
         return (
-            "data.tokenizer will be trained on the corpus, but the weights of model.init_from know another one's ids",
+            "data.tokenizer is trained on the corpus, but the weights of model.init_from have ids of another tokenizer",
             fix,
         )
     data_ids = Tokenizer.from_buffer(data_tokenizer).get_vocab(with_added_tokens=True)

@@ -183,7 +183,7 @@ class Reporter:
         except TrainLitgptError as error:
             if closed:
                 raise
-            warn(f"the metrics were not published, the next checkpoint's will be: {error}")
+            warn(f"the metrics were not published, and the next checkpoint publishes them: {error}")
 
     def close(self, *, step: int, ended_well: bool = True) -> None:
         """Write the last row if the training has ended at `step`, close the sinks, and publish everything."""
@@ -330,7 +330,7 @@ class Profiler:
             self.next = self._first
         else:
             problem = f"train.profiler.steps={settings.steps} records nothing"
-            warn(f"{problem}: this attempt has the steps after {resumed_from}")
+            warn(f"{problem}: this attempt begins after step {resumed_from}")
 
     def turn(self, step: int) -> None:
         """Begin to record, mark the next step, or end and write. The time that this takes counts as the steps'."""

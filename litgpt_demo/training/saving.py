@@ -156,7 +156,7 @@ class Saver:
             except TrainLitgptError as error:  # the new checkpoint exists all the same
                 result.warning = (
                     f"the checkpoint of step {step} is saved, but older ones in {run.address('checkpoints')} could not "
-                    f"be removed: {error}. The next save tries again"
+                    f"be removed: {error}. The next save tries it again"
                 )
         result.seconds = monotonic() - began
 
@@ -212,9 +212,8 @@ class Saver:
             result.error = error
             result.warning = (
                 f"the checkpoint of step {result.step} was not saved: {error}. Training continues and the next save "
-                f"tries again. Where room is short: older checkpoints are in "
-                f"{self._training.run.address('checkpoints')}, and smaller train.keep_last and train.keep_best keep "
-                "fewer"
+                f"tries again. If the disk is full, set a smaller train.keep_last and train.keep_best, or remove older "
+                f"checkpoints from {self._training.run.address('checkpoints')}"
             )
         if self._ranks.rank == 0:
             self._on_result(result)
@@ -293,7 +292,7 @@ class ShardWriter:
             cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(cudart.cudaHostRegister(self._pinned.data_ptr(), len(block), 0))
             if error != 0:
-                warn(f"saves are copied through pageable memory, which is slower: cudaHostRegister answered {error}")
+                warn(f"saves are copied through pageable memory, which is slower: cudaHostRegister returned {error}")
                 self._pinned = None
         copies = dict[MetadataIndex, Tensor]()
         for (index, source), start in zip(sources.items(), accumulate(sizes, initial=0), strict=False):

@@ -106,7 +106,7 @@ class Data:
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
     manifest = open_dataset(str(folder))
     if manifest.content_hash != spec.dataset_hash:
-        what = f"{folder} is the dataset {manifest.content_hash}, this run was made for {spec.dataset_hash}"
+        what = f"{folder} is the dataset {manifest.content_hash}, but this run was made for {spec.dataset_hash}"
         raise DataError(what, fix="stage that one")
     opened = partial(open_samples, spec, folder, manifest)
     return Data(manifest=manifest, train=opened("train"), validation=opened("validation"))
@@ -171,7 +171,7 @@ def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.de
     if train.float8:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
             has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
-            what = f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer); this is {has}"
+            what = f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), but this is {has}"
             raise UserError(what, fix="leave it off")
         multiply_in_float8(model)
     if train.activation_checkpointing != "none":

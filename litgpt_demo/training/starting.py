@@ -92,7 +92,7 @@ def _read_weights(training: Training, origin: InitialWeights, folder: Path) -> N
     if origin.kind == "litgpt" and training.ranks.rank == 0:
         wrappers = _read_litgpt(origin, folder)[1]
         if wrappers:
-            print(f"model.init_from: {', '.join(sorted(wrappers))} was taken off the names of the weights", flush=True)
+            print(f"model.init_from: {', '.join(sorted(wrappers))} was removed from names of weights", flush=True)
 
 
 def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ def _iter_weights(config: Config, origin: InitialWeights, folder: Path, *, meta:
                 try:
                     part = model.rename_back({name: read(name) for name in names})
                 except KeyError as error:
-                    problem = f"{origin.name} has a tensor {error}, and this model has none"
+                    problem = f"{origin.name} has a tensor {error}, but this model has none"
                     raise DataError(problem, fix=_FIX) from error
             if tied and "transformer.wte.weight" in part:
                 part.setdefault("lm_head.weight", part["transformer.wte.weight"])
@@ -180,7 +180,7 @@ def _read_litgpt(origin: InitialWeights, folder: Path) -> tuple[Tensors, set[str
             kind = type(entry).__name__
             if name:
                 kind += f" by the name {name!r}"
-            problem = f"lit_model.pth of {origin.name} holds a {kind}, and no weights"
+            problem = f"lit_model.pth of {origin.name} holds a {kind}, not weights"
             raise DataError(problem, fix="save only the dict of names and tensors by torch.save")
     return {_WRAPPER.sub("", name): entry for name, entry in entries.items()}, {*_WRAPPER.findall(" ".join(entries))}
 
@@ -211,14 +211,14 @@ class CompatibilityRequest(Settings):
                 stored = _transformers_config(Path(scratch))
             if exported is None or exported.fields["model_type"] != stored.model_type:
                 kind = "something else" if exported is None else exported.fields["model_type"]
-                return [(f"{origin.name} is a {stored.model_type}, and the model is a {kind} to transformers", _FIX)]
+                return [(f"{origin.name} is a {stored.model_type}, but the model is a {kind} to transformers", _FIX)]
             expected, found = _comparable_fields(exported, stored)
         else:
             expected = {name: value for name, value in vars(config).items() if name not in _FREE_FIELDS}
             found = self._litgpt_fields(storage)
         rows = found["padded_vocab_size"]
         if rows < self.vocab_size:
-            problem = f"the tokenizer has {self.vocab_size} ids, and the weights of {origin.name} {rows} embeddings"
+            problem = f"the tokenizer has {self.vocab_size} ids, but the weights of {origin.name} {rows} embeddings"
             return [(problem, OF_WEIGHTS)]
         problems = []
         for name, value in expected.items():
@@ -226,7 +226,7 @@ class CompatibilityRequest(Settings):
             if stored_value == value:
                 continue
             fix = f"set model.config.{name}={stored_value}, or {_FIX}" if name in vars(config) else _FIX
-            problem = f"the model has {name} {value}, and the weights of {origin.name} have {stored_value}"
+            problem = f"the model has {name} {value}, but the weights of {origin.name} have {stored_value}"
             problems.append((problem, fix))
         folder = storage.local_path()
         if not problems and folder is not None and (folder / next(iter(origin.files))).exists():

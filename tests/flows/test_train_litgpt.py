@@ -167,8 +167,8 @@ def test_nodes_get_the_address_of_initial_weights_under_the_root(
     assert run.id != plan_run(trained.config).id
     wrong = {"data.corpus.max_bytes": 30_000, "model.config.n_head": 4}
     findings = " ".join(finding.what for finding in plan_of(continued(**wrong)).findings)
-    assert "data.tokenizer will be trained on the corpus, but the weights of model.init_from know" in findings
-    assert "n_head 4, and the weights of" in findings
+    assert "data.tokenizer is trained on the corpus, but the weights of model.init_from have" in findings
+    assert "n_head 4, but the weights of" in findings
 
 
 def test_the_plan_refuses_a_start_on_the_samples_of_its_origin(trained: Any, monkeypatch: Any) -> None:

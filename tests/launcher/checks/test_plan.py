@@ -172,7 +172,7 @@ REFUSED = [
     ("train.wandb={project: pages, secret: NOBODY_EXPORTS_THIS}", "needs the secret NOBODY_EXPORTS_THIS"),
     ("model={name: transformer-175b, config: {}}", "a model of at most about"),
     ("model.sequence_length=50000", "one sample of model.sequence_length=50000 needs 50001"),
-    ("root=s3://bucket/x", "is neither gs://bucket/prefix nor a local path"),
+    ("root=s3://bucket/x", "has an unknown scheme; give gs://bucket/prefix"),
     ("root=/proc/runs", "cannot write to /proc"),
     ("platform={kind: kubernetes, gpus: 1}", "runs container images, but image.kind=none"),
     (

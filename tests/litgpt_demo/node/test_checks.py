@@ -243,7 +243,7 @@ NONE_THERE = "No CUDA GPUs are available"
     [
         (seen(error=TOO_OLD), {}, FailureClass.NODE, "CUDA 13 needs driver 580.65.06 or newer"),
         (seen(cuda=None), {}, FailureClass.USER, "install a CUDA build of torch"),
-        (seen(error=NONE_THERE), {VISIBLE: "9"}, FailureClass.USER, f"leave {VISIBLE} out"),
+        (seen(error=NONE_THERE), {VISIBLE: "9"}, FailureClass.USER, f"unset {VISIBLE}"),
         (seen(error=NONE_THERE), {}, FailureClass.NODE, "exclude this node"),
     ],
 )

@@ -51,7 +51,7 @@ def test_a_script_that_fails_or_is_not_there_ends_the_node(script: str, capfd: p
     with pytest.raises(UserError, match=r"profile\.sh ended with"):
         sourced((script,), BASE)
     assert "NCCL_LIB_DIR is not set" in capfd.readouterr().out
-    with pytest.raises(NodeError, match=r"set_nccl_env\.sh is not on this node; see whether the plugin is installed"):
+    with pytest.raises(NodeError, match=r"set_nccl_env\.sh is not on this node; check whether the plugin is installed"):
         sourced((f"{script}/set_nccl_env.sh",), BASE)
 
 

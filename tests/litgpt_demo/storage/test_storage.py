@@ -190,7 +190,7 @@ def test_full_disk_error_has_sizes_and_old_content_stays(tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # no file of this process may grow past 1 MiB
     try:
-        with pytest.raises(DiskFull, match=rf"{storage.address('state')}.*3145728 bytes are needed, \d+ are free"):
+        with pytest.raises(DiskFull, match=rf"{storage.address('state')}.*3145728 bytes are needed, but \d+ are free"):
             storage.write("state", bytes(3 << 20))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -319,7 +319,7 @@ def test_an_interrupted_removal_has_taken_the_manifest(bucket: BucketStorage, pr
 def test_missing_or_refusing_bucket_is_named_with_a_command(bucket: BucketStorage, proxy: FaultyBucket) -> None:
     missing = open_storage("gs://no-such-bucket/runs")
     for ask in (missing.list, missing.read, missing.remove, lambda path: missing.write(path, b"x")):
-        with pytest.raises(UserError, match=r"no bucket 'no-such-bucket'.*buckets create gs://no-such-bucket"):
+        with pytest.raises(UserError, match=r"bucket 'no-such-bucket' does not exist.*buckets create gs://no-such-bucket"):
             ask("x")
     proxy.arm(*(FailureClass(on=on, do="refuse", status=403, times=FOREVER) for on in ("look", "upload")))
     for verb, role in ((lambda: bucket.read("state"), "Viewer"), (lambda: bucket.create("state", b"x"), "User")):

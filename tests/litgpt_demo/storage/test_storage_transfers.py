@@ -75,7 +75,7 @@ def test_answers_without_metadata_are_retried(storage: BucketStorage, proxy: Fau
     assert storage.write("some", b"some").size == 4
     assert storage.read("some") == b"some"
     proxy.arm(FailureClass(on="look", do="empty", times=FOREVER))
-    with pytest.raises(DataError, match="lacks its generation, size or checksum; see whether something else"):
+    with pytest.raises(DataError, match="lacks its generation, size or checksum; check whether something else"):
         storage.write("some", b"more")
 
 
@@ -140,7 +140,7 @@ def test_a_part_that_comes_damaged_is_transferred_again(
     storage.write("train.bin", b"old")
     if on != "download":
         proxy.arm(FailureClass(on=on, do=do, times=FOREVER))
-        with pytest.raises(DataError, match="did not come out right"):
+        with pytest.raises(DataError, match="could not be transferred intact"):
             storage.upload(source, "train.bin")
         assert storage.read("train.bin") == b"old"
     proxy.arm(FailureClass(on=on, do=do, times=2))

@@ -124,9 +124,9 @@ def test_a_checkpoint_of_another_model_or_dataset_is_refused(run: Storage) -> No
     model = {"model": ModelConfig(name="pythia-31m").model_dump(mode="json")}
     checkpoints.require_same(run, manifest_of(4, config={"model": SPEC.model.model_dump(mode="json")}), SPEC)
     checkpoints.require_same(run, manifest_of(4, format=1), SPEC)  # which did not say what it was of
-    with pytest.raises(DataError, match=r"step-00000004 is of the model .*pythia-31m.*, this run trains .*pythia-14m"):
+    with pytest.raises(DataError, match=r"step-00000004 is of the model .*pythia-31m.*, but this run trains"):
         checkpoints.require_same(run, manifest_of(4, config=model), SPEC)
-    with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, this run is on hash"):
+    with pytest.raises(DataError, match=r"step-00000004 was trained on dataset theirs, but this run is on hash"):
         checkpoints.require_same(run, manifest_of(4, dataset_hash="theirs"), SPEC)
 
 

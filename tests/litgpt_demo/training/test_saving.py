@@ -199,7 +199,7 @@ def test_a_full_disk_costs_one_save(new_training: NewTraining) -> None:
         saver.save(2, None)
     assert [saved.error is None for saved in results] == [False, True]
     assert str(results[0].warning).startswith("the checkpoint of step 1 was not saved: ")
-    assert f"older checkpoints are in {training.run.address('checkpoints')}" in str(results[0].warning)
+    assert f"older checkpoints from {training.run.address('checkpoints')}" in str(results[0].warning)
     again = new_training()
     assert resume(again, on_warning=pytest.fail) == 2
     assert same(whole(again), whole(training))
@@ -449,5 +449,5 @@ def test_no_rank_removes_files_that_another_still_reads(
 
 def test_a_bucket_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("litgpt_demo.storage.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"gs://kept/logs needs google-cloud-storage, which is not installed here"):
+    with pytest.raises(UserError, match=r"gs://kept/logs needs a package: run `pip install google-cloud-storage`"):
         open_storage("gs://kept/logs")

@@ -199,10 +199,10 @@ def test_tokenizer_with_more_ids_than_the_weights_has_one_answer(
 ) -> None:
     folder, model, _ = of_transformers
     ((what, fix),) = asked(found(folder), model, vocab_size=330, padded_vocab_size=padded)
-    assert what == f"the tokenizer has 330 ids, and the weights of {folder} 300 embeddings"
+    assert what == f"the tokenizer has 330 ids, but the weights of {folder} 300 embeddings"
     assert fix.startswith("take the tokenizer of the weights")
     changed = model.model_copy(update={"init_from": str(folder), "config": {**model.config, "padded_vocab_size": 320}})
-    with pytest.raises(UserError, match=r"330 ids and model config has 320 embeddings.*take the tokenizer of the weig"):
+    with pytest.raises(UserError, match=r"330 ids, but model config has 320 embeddings.*take the tokenizer of the weig"):
         litgpt_config(changed, vocab_size=330)
 
 
@@ -226,7 +226,7 @@ def test_prefixes_of_wrappers_are_taken_off_weights(
     start_from(training, found(folder))
     training.feed.close()
     assert torch.equal(training.model.module.lm_head.weight, weights["lm_head.weight"])
-    assert "model.init_from: _orig_mod, module was taken off the names of the weights" in capsys.readouterr().out
+    assert "model.init_from: _orig_mod, module was removed from names of weights" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_file_without_named_weights_is_refused(
     state: Any, kind: str, of_litgpt: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
     torch.save(state, of_litgpt[0] / "lit_model.pth")
-    with pytest.raises(DataError, match=rf"holds a {kind}, and no weights.*torch\.save"):
+    with pytest.raises(DataError, match=rf"holds a {kind}, not weights.*torch\.save"):
         asked(found(of_litgpt[0]))
 
 
@@ -275,7 +275,7 @@ def test_model_of_the_hub_is_fetched_at_the_start_as_pinned(
             assert found("someone/llama").content_hash == origin.content_hash
         hub.spoil = True
         shutil.rmtree(tmp_path / "cache")
-        with pytest.raises(DataError, match=r"model.safetensors of someone/llama@.* came damaged from the Hub"):
+        with pytest.raises(DataError, match=r"model.safetensors of someone/llama@.* was damaged on its way here"):
             fetch_initial_weights(found("someone/llama"), open_storage(str(tmp_path / "another")))
         with pytest.raises(UserError, match="check the name"):
             found("someone/else")
@@ -286,27 +286,27 @@ def test_each_mismatch_with_the_weights_has_a_fix(
 ) -> None:
     origin = found(finished)
     ((what, fix),) = asked(origin, parallel_residual=False)
-    assert "has parallel_residual False, and the weights of" in what
+    assert "has parallel_residual False, but the weights of" in what
     assert fix.startswith("set model.config.parallel_residual=True")
     folder, model, _ = of_transformers
     wrong = asked(found(folder), model, rope_base=500, padded_vocab_size=320, n_query_groups=4)
     names = [what.split()[3] for what, _ in wrong]
     assert sorted(names) == ["n_query_groups", "padded_vocab_size", "rope_parameters"]
     ((what, _),) = asked(found(folder), MODEL)
-    assert "is a llama, and the model is a gpt_neox to transformers" in what
+    assert "is a llama, but the model is a gpt_neox to transformers" in what
     tensors, spoilt = load_file(folder / "model.safetensors"), Path(shutil.copytree(folder, tmp_path / "spoilt"))
     lost = "model.layers.1.mlp.up_proj.weight"
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, spoilt / "model.safetensors")
     ((what, _),) = asked(found(spoilt), model)
     assert what.startswith("transformer.h.1.mlp.fc_2.weight: no such tensor in")
     save_file({**tensors, "model.layers.1.extra": tensors[lost].clone()}, spoilt / "model.safetensors")
-    with pytest.raises(DataError, match=r"has a tensor 'model.layers.\{\}.extra', and this model has none"):
+    with pytest.raises(DataError, match=r"has a tensor 'model.layers.\{\}.extra', but this model has none"):
         asked(found(spoilt), model)
     with pytest.raises(DataError, match="extra"):
         logits(new_run("begun", model=model), found(spoilt))
     half = Path(shutil.copytree(finished, tmp_path / "half"))
     shutil.rmtree(half / folder_of(12))
-    with pytest.raises(UserError, match=r"has reached step 8 of 12; name one of its checkpoints: .*step-00000008"):
+    with pytest.raises(UserError, match=r"is at step 8 of 12; name one of its checkpoints: .*step-00000008"):
         found(half)
     for name, problem in [(tmp_path / "none", "holds no weights to start from"), ("nothing", "holds no weights")]:
         with pytest.raises(UserError, match=problem):

@@ -213,7 +213,7 @@ def test_a_narrow_block_of_a_model_that_fits_no_device_trains(new_run: NewRun, n
 
 def test_a_rank_in_a_world_of_another_size_refuses_to_train(new_run: NewRun) -> None:
     run = new_run("lonely", world_size=2)
-    with pytest.raises(UserError, match="one of 1, the run was submitted for 2"):
+    with pytest.raises(UserError, match="one of 1, but the run was submitted for 2"):
         train(run)
     assert not (run / "metrics.jsonl").exists()
 
@@ -225,7 +225,7 @@ def test_a_dataset_that_was_spoilt_or_is_another_runs_is_refused(
     run, manifest = new_run("run", dataset=copied_dataset), open_dataset(str(copied_dataset))
     monkeypatch.setenv("LITGPT_DATASET", str(copied_dataset))  # as the node has brought it
     write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"content_hash": "0123456789"}))
-    with pytest.raises(DataError, match=f"is the dataset 0123456789, this run was made for {manifest.content_hash}"):
+    with pytest.raises(DataError, match=f"0123456789, but this run was made for {manifest.content_hash}"):
         train(run)
     write_manifest(open_storage(str(copied_dataset)), manifest.model_copy(update={"dtype": "O"}))
     with pytest.raises(DataError, match=r"manifest\.json.*dtype"):
