@@ -64,4 +64,4 @@ def test_tutorial_continues_a_model_on_token_files(tmp_path: Path, prefect_home:
     assert lineage["files"] == {name: [*file] for name, file in origin.files.items()}
     assert "trained from" in (second / "final" / "MODEL_CARD.md").read_text()
     assert "The value of " in outputs["generate"]
-    assert ("openings, acc: " if find_spec("lm_eval") else "evaluation needs lm_eval") in outputs["evaluate"]
+    assert ("openings, acc: " if find_spec("lm_eval") else "not installed: lm_eval") in outputs["evaluate"]
