@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docs.markdown import page, table
+from docs.reference_checks import checks
 from docs.reference_settings import SETTINGS_PAGES
 from launcher.runs.diagnosis import ADVICE
 from litgpt_demo.config import RestartRule, RestartSettings
@@ -40,10 +41,10 @@ _ADVICE: Mapping[FailureClass, str] = {
 def exit_codes() -> str:
     """Return the page of exit codes."""
     jobs = [
-        (str(fault.exit_code), fault, fault.meaning, _what_follows(fault), ADVICE[fault])
+        (_anchored(fault.exit_code), fault, fault.meaning, _what_follows(fault), ADVICE[fault])
         for fault in JOB_FAILURE_CLASSES
     ]
-    commands = [(str(fault.exit_code), fault, fault.meaning, advice) for fault, advice in _ADVICE.items()]
+    commands = [(_anchored(fault.exit_code), fault, fault.meaning, advice) for fault, advice in _ADVICE.items()]
     ends = [
         ("0", "done", "The command succeeded. A plan that nothing blocks and an empty list are successes too."),
         ("2", "wrong command line", "`--help` shows the arguments and options of a command."),
@@ -68,6 +69,11 @@ def exit_codes() -> str:
     )
 
 
+def _anchored(code: int) -> str:
+    """Return an exit code with an anchor, which messages name (launcher.pages)."""
+    return f'<a id="{code}"></a>{code}'
+
+
 def _what_follows(fault: FailureClass) -> str:
     """Return the consequence of a failure by the default rules of restarts."""
     rule = getattr(RestartSettings(), fault.replace(" ", "_"), RestartRule(attempts=0))
@@ -79,6 +85,7 @@ def _what_follows(fault: FailureClass) -> str:
 
 PAGES: Mapping[str, Callable[[], str]] = {
     **{f"reference/settings/{name}.md": settings.text for name, settings in SETTINGS_PAGES.items()},
+    "reference/checks.md": checks,
     "reference/exit-codes.md": exit_codes,
 }
 """Path below docs/ to the function that returns the page."""

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 
+from docs.reference_checks import AREAS, area_of
 from launcher.checks import doctor
 from launcher.config import RunConfig, ScriptConfig, SweepConfig, settings_of
 from launcher.platforms import settings_classes
@@ -110,6 +111,10 @@ def test_texts_name_existing_settings() -> None:
     named = {name.rstrip(".") for check in CODES.values() for text in check for name in SETTING.findall(text)}
     assert len(named) > 50
     assert named - known == set()
+
+
+def test_page_has_a_section_for_each_area() -> None:
+    assert {area_of(code) for code in CODES} == set(AREAS)
 
 
 def test_finding_with_an_unknown_code_is_refused() -> None:
