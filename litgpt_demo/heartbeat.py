@@ -1,6 +1,6 @@
 """Heartbeats: a rank writes one after every step, and its node detects a rank that has fallen silent.
 
-Any script under `python -m litgpt_demo node` can write them (docs/concepts/failures.md); one that never does is not
+Any script under `python -m litgpt_demo node` can write them (docs/howto/heartbeat.md); one that never does is not
 watched. A heartbeat is a small file in the node's folder. A rank that has begun also answers SIGUSR1 with the stacks
 of all its threads, even if it hangs in native code: the answer comes from a signal handler and not from Python.
 """
