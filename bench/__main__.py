@@ -21,7 +21,7 @@ def main() -> int:
     """Print the bars, and write all figures to bench/results/<name>-<machine>.json; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=ROUNDS)
-    parser.add_argument("--rounds", type=int, help="how often every side is measured")
+    parser.add_argument("--rounds", type=int, help="number of measurements of each side")
     parser.add_argument("--quick", action="store_true", help="one round, within 4 minutes on two cores")
     args = parser.parse_args()
     bars, seen = import_module(f"bench.{args.name}").measure(1 if args.quick else args.rounds or ROUNDS[args.name])

@@ -87,7 +87,7 @@ def reattach(root: Path, number: int, environment: Mapping[str, str]) -> float:
                 seconds = time.monotonic() - began
                 os.killpg(orchestrator.pid, signal.SIGKILL)  # its server too; the job has a session of its own
         if shown < 2 or len(attempts.records()) != 1 or attempts.live() is None:
-            raise SystemExit(f"the job was not taken up: {shown} of 2 commands showed its lines")
+            raise SystemExit(f"{shown} of 2 commands reattached to the job")
         return seconds
     finally:
         attempts.cancel()

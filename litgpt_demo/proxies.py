@@ -34,12 +34,12 @@ def settle_proxies(environ: MutableMapping[str, str]) -> None:
         except ValueError:
             usable = False
         if not usable:  # it is not shown: it may hold a password
-            what = f"{name} is not a proxy's address, as http://user:password@host:port or socks5://host:port"
+            what = f"{name} is not a proxy's address, such as http://user:password@host:port or socks5://host:port"
             fix = f"write /, #, ?, @ and : of a password as %2F, %23, %3F, %40 and %3A, or unset {name}"
             raise UserError(what, fix=fix)
         missing = [module for module in _SOCKS_MODULES if find_spec(module) is None]
         if proxy.scheme.startswith("socks") and missing:
-            what = f"{name} names a SOCKS proxy, and the packages for one are not installed ({', '.join(missing)})"
+            what = f"{name} names a SOCKS proxy, but the packages for one are not installed ({', '.join(missing)})"
             raise UserError(what, fix=f"run `pip install socksio PySocks`, or unset {name}")
     # Lower case wins in all clients, and an empty value counts as unset.
     exempt = environ.get("no_proxy") or environ.get("NO_PROXY") or ""

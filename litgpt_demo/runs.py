@@ -78,7 +78,7 @@ def read_document(run: Storage) -> RunDocument:
     try:
         content = run.read(CONFIG)
     except FileNotFoundError as error:
-        raise DataError(f"{run.address(CONFIG)} is not there; start the run with `train-litgpt run`") from error
+        raise DataError(f"{run.address(CONFIG)} does not exist; start the run with `train-litgpt run`") from error
     copies = "copy a sound one, for the run's folder has the same as that of its newest attempt that trains"
     fix = f"{copies}; or, once no job of it runs, `train-litgpt run` with the run's config writes it again"
     return parse_json(content, RunDocument, where=run.address(CONFIG), fix=fix)

@@ -102,13 +102,13 @@ def verified_checkpoint(  # noqa: C901 - each way to choose a checkpoint has a r
     if step is not None:
         candidates = [candidate for candidate in candidates if candidate.step == step]
         if not candidates:
-            raise UserError(f"{run.address()} has no checkpoint of step {step}; there are: {steps}")
+            raise UserError(f"{run.address()} has no checkpoint of step {step}; choose one of: {steps}")
     elif newest:
         if not candidates:
             raise UserError(f"{run.address()} has no checkpoint yet; {'; '.join(problems) or 'wait for its first one'}")
     elif not candidates or not checkpoints.reached_end(candidates[0], spec):
         reached = candidates[0].step if candidates else 0
-        fix = f"run it again, it continues from there, or collect a saved step: --newest, or --step, one of {steps}"
+        fix = f"run it again to continue from there, or collect a saved step by --newest, or --step, one of {steps}"
         raise UserError(f"{run.address()} has reached step {reached} of {spec.steps}", fix=fix)
     if not newest:
         candidates = candidates[:1]

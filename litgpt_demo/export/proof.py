@@ -100,7 +100,7 @@ class Texts:
         self.tokenizer, self.inputs = HfTokenizer.from_file(str(tokenizer)), inputs
         prefix = self.tokenizer.encode("").ids
         if inputs[0, : len(prefix)].tolist() != prefix:
-            what = f"{tokenizer} puts the ids {prefix} before a text, and the dataset has none there"
+            what = f"{tokenizer} puts the ids {prefix} before a text, but the dataset has none there"
             raise DataError(what, fix="remove the dataset, and prepare it again")
         self.prefix = tuple(self.tokenizer.id_to_token(number) for number in prefix)
 
@@ -143,7 +143,7 @@ def opened_by_litgpt(
     back, fix = f"the model loaded back from {LITGPT}", f"do not use it, and report this with the run's {CONFIG}"
     difference, allowed = largest_difference(own, last_logits(llm.model, llm.model.lm_head, inputs)), tolerance(own)
     if not difference <= allowed:
-        what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, at most {allowed:.0e} is rounding"
+        what = f"{back} differs by {difference:.2e} in a logit from the checkpoint, but may only by {allowed:.0e}"
         raise DataError(what, fix=fix)
     parameters = sum(weight.numel() for weight in llm.model.parameters())
     # As many samples as the trainer evaluated at that step, whatever the setting is now; fewer of a large model.
@@ -156,7 +156,7 @@ def opened_by_litgpt(
     trainers_loss = checkpoint.validation_loss
     if trainers_loss is not None and windows >= trainers_windows:
         if not abs(loss - trainers_loss) <= _LOSS_TOLERANCE * max(1.0, trainers_loss):
-            what = f"{back} has a validation loss of {loss:.4f}, the trainer found {trainers_loss:.4f}"
+            what = f"{back} has a validation loss of {loss:.4f}, but the trainer found {trainers_loss:.4f}"
             raise DataError(what, fix=fix)
     room = llm.config.block_size
     # A prompt cut inside a character comes back as U+FFFD, three bytes and at worst three tokens.

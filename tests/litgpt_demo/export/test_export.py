@@ -298,9 +298,9 @@ def test_a_run_before_its_end_is_collected_only_by_newest(
 ) -> None:
     shutil.rmtree(finished_copy / folder_of(12))
     run = open_storage(str(finished_copy))
-    with pytest.raises(UserError, match="has reached step 8 of 12; run it again, it continues from there"):
+    with pytest.raises(UserError, match="has reached step 8 of 12; run it again to continue from there"):
         export(run)
-    with pytest.raises(UserError, match="has no checkpoint of step 4; there are: 8"):
+    with pytest.raises(UserError, match="has no checkpoint of step 4; choose one of: 8"):
         export(run, step=4)
     with pytest.raises(UserError, match="has no checkpoint yet"):
         main(["--run", str(new_run("fresh")), "--newest"])

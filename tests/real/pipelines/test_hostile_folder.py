@@ -49,7 +49,7 @@ def test_job_runs_no_program_of_the_current_folder(executed: Path, tiny: Callabl
     log = (Path(job_id) / "node-0.log").read_text()
     assert platform.status(job_id).state is JobState.FAILED
     assert "[rank0]" in log, log  # so far did it come
-    assert "config.json is not there" in log, log
+    assert "config.json does not exist" in log, log
     assert not executed.exists(), executed.read_text()
 
 
