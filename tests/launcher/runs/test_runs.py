@@ -116,7 +116,7 @@ def sweep(grid: dict[str, list[Any]], **settings: Any) -> SweepConfig:
 
 def outcome(name: str, loss: float | None) -> Outcome:
     trial = Trial(changes={"train.seed": name}, config=RunConfig(name=name))
-    return Outcome(trial=trial, run=f"{name}-key", validation_loss=loss, tokens_per_second=100.0)
+    return Outcome(trial=trial, run=f"{name}-id", validation_loss=loss, tokens_per_second=100.0)
 
 
 def test_trials_are_all_combinations_in_the_written_order() -> None:
