@@ -24,4 +24,6 @@ def _cell(text: str) -> str:
 def sentence(text: str) -> str:
     """Return a text with a capital and a full stop."""
     text = " ".join(text.split())
+    if not text:
+        return ""
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?')) else '.'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,7 +22,7 @@ _UNITS = {"_bytes": "bytes", "_gb": "GB", "per_hour": "US dollars an hour", "_us
 _UNITS |= {"gpu_hours": "hours", "_steps": "steps", "_tokens": "tokens", "keep_every": "steps"}
 _FIRST_WORDS = ("Steps", "Tokens", "Sequences", "Samples", "Seconds", "Dollars", "Gigabytes", "Bytes")
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-_TYPES = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text"}
+_TYPES = {bool: "`true` or `false`", int: "whole number", float: "number", str: "text", Path: "path"}
 
 
 @dataclass(frozen=True, kw_only=True)

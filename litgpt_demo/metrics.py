@@ -39,61 +39,89 @@ _Scalar = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63)] | bool | flo
 
 
 class Column(NamedTuple):
-    """A column of the rows."""
+    """A column of the rows. docs/reference/metrics.md is written from these."""
 
     type: Any
     """Its type as pydantic reads it. A row with another one is refused. A float that is not finite is text in JSON."""
     kinds: str
     """The kinds of rows that have it."""
+    meaning: str
+    unit: str = ""
     in_csv: bool = False
-    """True if metrics.csv has it; docs/howto/fit-model.md then explains it."""
+    """True if metrics.csv has it."""
 
+
+ROW_KINDS = {
+    "start": "the beginning of an attempt, whose `step` is the one resumed from",
+    "step": "a step of the optimizer",
+    "evaluation": "an evaluation on the validation split",
+    "checkpoint": "a committed checkpoint",
+    "skip": "a step without an update, with the ids of the bad samples in `windows`",
+    "leave": "the end of an attempt that saved and left before its last step",
+    "network": "the network test before the training",
+    "end": "the end of the training",
+}
+"""Kind of row to its meaning."""
 
 COLUMNS = {
-    "tokens": Column(_Count, "step", in_csv=True),  # seen by the whole job; tokens.<source> for each of a mixture
-    "loss": Column(float, "step", in_csv=True),  # nats per token; loss.<source> since the last row
-    "learning_rate": Column(float, "step", in_csv=True),
-    "grad_norm": Column(float, "step", in_csv=True),  # before clipping
-    "validation_loss": Column(float, "evaluation", in_csv=True),  # validation_loss.<source> for each of a mixture
-    "perplexity": Column(float, "evaluation", in_csv=True),
-    "tokens_per_second": Column(float, "step", in_csv=True),  # of the whole job, without evaluations and saves
-    "mfu": Column(float | None, "step", in_csv=True),
-    "step_seconds": Column(float, "step", in_csv=True),
-    "data_seconds": Column(float, "step", in_csv=True),  # spent waiting for samples
-    "memory": Column(_Count, "step", in_csv=True),  # the peak so far, in bytes, of rank 0
-    "seconds": Column(float, "evaluation checkpoint network end", in_csv=True),  # a checkpoint's: training stood still
-    "save_seconds": Column(float, "checkpoint", in_csv=True),  # in the background, until committed
-    "bytes": Column(_Count, "checkpoint network", in_csv=True),
-    "path": Column(_Text, "checkpoint"),
-    "taken": Column(_Seconds, "checkpoint"),  # when its state was, by the clock of `elapsed`
-    "first_step_seconds": Column(_Seconds, "step"),  # an attempt's first one, which also compiles
-    "why": Column(_Text, "skip leave"),  # a `skip` is a step without an update, and has a list of its `windows`
-    # The `step` of a `start` is the one resumed from.
-    "steps": Column(_Count, "start"),
-    "tokens_per_step": Column(_Count, "start"),
-    "parameters": Column(_Count, "start"),
-    "world_size": Column(_Count, "start"),
-    "device": Column(_Text, "start"),
-    "device_name": Column(_Text, "start"),
-    "precision": Column(_Text, "start"),
-    "flops_per_token": Column(float, "start"),
-    "peak_flops": Column(float | None, "start"),  # of one device; null where it is not known
-    "memory_estimate": Column(_Count, "start"),
-    # A job has these only on a node that node.agent runs, and `elapsed` in every row: the seconds since the node began.
-    "elapsed": Column(_Seconds, "start step evaluation checkpoint skip leave network end"),
-    "attempt": Column(_Attempt, "start"),
-    "node_started": Column(_Seconds, "start"),  # since the epoch
-    "network_test_seconds": Column(_Seconds, "start"),
-    "stage_seconds": Column(_Seconds, "start"),
-    # Bandwidths are in GB/s.
-    "ranks": Column(_Count, "network"),
-    "nodes": Column(_Count, "network"),
-    "algbw": Column(float, "network"),
-    "busbw": Column(float, "network"),
-    "floor": Column(float, "network"),
-}
-"""Every column of our own rows but lists and those of one source. All readers, views and stores of rows use it.
-Times are in seconds, memory in bytes."""
+    "tokens": Column(_Count, "step", "Tokens that the whole job has seen.", "tokens", in_csv=True),
+    "loss": Column(float, "step", "Loss of the whole batch.", "nats per token", in_csv=True),
+    "learning_rate": Column(float, "step", "Learning rate of the step.", in_csv=True),
+    "grad_norm": Column(float, "step", "Norm of the gradient of the whole batch, before clipping.", in_csv=True),
+    "validation_loss": Column(float, "evaluation", "Loss on the validation samples.", "nats per token", in_csv=True),
+    "perplexity": Column(float, "evaluation", "The exponential of `validation_loss`.", in_csv=True),
+    "tokens_per_second": Column(
+        float, "step", "Rate of the whole job, without evaluations and saves.", "tokens/s", in_csv=True
+    ),
+    "mfu": Column(
+        float | None, "step", "The model's FLOPs as a share of the devices' peak; absent without a known peak.",
+        in_csv=True,
+    ),
+    "step_seconds": Column(float, "step", "Time of a step.", "s", in_csv=True),
+    "data_seconds": Column(float, "step", "Time since the last row in which rank 0 awaited samples.", "s", in_csv=True),
+    "memory": Column(
+        _Count, "step", "Peak of rank 0 so far: tensors on a GPU, the whole process on a CPU.", "bytes", in_csv=True
+    ),
+    "seconds": Column(
+        float, "evaluation checkpoint network end",
+        "Time that it took. For a checkpoint, the time in which the training stood still.", "s", in_csv=True,
+    ),
+    "save_seconds": Column(
+        float, "checkpoint", "Time of the save until its commit, in parallel with the training.", "s", in_csv=True
+    ),
+    "bytes": Column(
+        _Count, "checkpoint network", "Size of all files of the checkpoint, or of the fastest all-reduce's tensor.",
+        "bytes", in_csv=True,
+    ),
+    "path": Column(_Text, "checkpoint", "Folder of the checkpoint in the run."),
+    "taken": Column(_Seconds, "checkpoint", "When its state was taken, by the clock of `elapsed`.", "s"),
+    "first_step_seconds": Column(_Seconds, "step", "Time of the attempt's first step, which also compiles.", "s"),
+    "why": Column(_Text, "skip leave", "The reason."),
+    "steps": Column(_Count, "start", "Steps of the whole run.", "steps"),
+    "tokens_per_step": Column(_Count, "start", "Tokens of a step of the whole job.", "tokens"),
+    "parameters": Column(_Count, "start", "Parameters of the model."),
+    "world_size": Column(_Count, "start", "Ranks of the job."),
+    "device": Column(_Text, "start", "Device of rank 0, as torch names it."),
+    "device_name": Column(_Text, "start", "Name of that device's model."),
+    "precision": Column(_Text, "start", "`train.precision`."),
+    "flops_per_token": Column(float, "start", "FLOPs of the model for a token.", "FLOP"),
+    "peak_flops": Column(float | None, "start", "Peak of one device. Null if it is unknown.", "FLOP/s"),
+    "memory_estimate": Column(_Count, "start", "Estimated memory of a rank.", "bytes"),
+    # A job has these only on a node that node.agent runs.
+    "elapsed": Column(
+        _Seconds, "start step evaluation checkpoint skip leave network end", "Time since the node began.", "s"
+    ),
+    "attempt": Column(_Attempt, "start", "Number of the attempt."),
+    "node_started": Column(_Seconds, "start", "When the node began, since the epoch.", "s"),
+    "network_test_seconds": Column(_Seconds, "start", "Time of the network test.", "s"),
+    "stage_seconds": Column(_Seconds, "start", "Time in which the dataset was copied to the node.", "s"),
+    "ranks": Column(_Count, "network", "Ranks that took part."),
+    "nodes": Column(_Count, "network", "Nodes that took part."),
+    "algbw": Column(float, "network", "Bytes of the tensor divided by the time of an all-reduce.", "GB/s"),
+    "busbw": Column(float, "network", "Bandwidth of a link, which does not depend on the number of ranks.", "GB/s"),
+    "floor": Column(float, "network", "The least `busbw` that passes.", "GB/s"),
+}  # fmt: skip
+"""Every column of our own rows but lists and those of one source. All readers, views and stores of rows use it."""
 
 NUMBERS = frozenset(name for name, column in COLUMNS.items() if column.type is not _Text)
 CSV_COLUMNS = ("kind", "step", *(name for name, column in COLUMNS.items() if column.in_csv))
