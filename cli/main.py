@@ -120,7 +120,7 @@ PlatformFile = Annotated[
     Path | None,
     typer.Option(
         "--platform", show_default=False, autocompletion=_configs,
-        help="A YAML file whose platform, root and image take the place of the config's; overrides win over it.",
+        help="A YAML file whose platform, root and image replace the config's. Overrides win over it.",
     ),
 ]  # fmt: skip
 Words = Annotated[
@@ -346,8 +346,8 @@ def _folder(target: str, root: str) -> Storage:
 @app.command()
 def generate(
     target: Words,
-    text: Annotated[str, typer.Argument(help="The beginning; without it the model begins a document.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens at most; the end of its document ends it.")] = 200,
+    text: Annotated[str, typer.Argument(help="The beginning. Without it, the model begins a document.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens. A document may end earlier.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Sample only from the N likeliest tokens.")] = 50,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
@@ -368,7 +368,15 @@ def generate(
 
 
 @app.command()
-def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, as_json: Json = False) -> None:
+def evaluate(
+    target: Words,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Argument(help="Settings of the section evaluation: 'tasks=[hellaswag]' limit=100", show_default=False),
+    ] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
+) -> None:
     """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
     settings = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
     raise_on_errors(check_evaluation(settings))  # before a server is started
@@ -383,14 +391,14 @@ def evaluate(target: Words, tasks: Overrides = None, root: Root = DEFAULT_ROOT, 
 
 @app.command()
 def submit(
-    deployment: Annotated[str | None, typer.Argument(help="Its name; without one, all are listed.")] = None,
+    deployment: Annotated[str | None, typer.Argument(help="Its name. Without it, all deployments are listed.")] = None,
     overrides: Overrides = None,
     platform_file: PlatformFile = None,
     allow_duplicate: Duplicate = False,
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
-    """Start the flow of a deployment on Prefect's server, with some settings changed; or list the deployments."""
+    """Start the flow of a deployment on Prefect's server, with some settings changed, or list the deployments."""
     _quiet_prefect()
     from flows.parameters import list_deployments, submit_deployment
     from flows.server import server_address, server_problems
@@ -423,7 +431,7 @@ for _command in (bootstrap.serve, bootstrap.stop, bootstrap.deploy):
 @app.command()
 def init(
     platform: Annotated[str, typer.Argument(help="The kind of a platform.", show_default=False)],
-    file: Annotated[Path | None, typer.Argument(help="The file; PLATFORM.yaml unless given.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The file. The default is PLATFORM.yaml.")] = None,
 ) -> None:
     """Write a commented config of a training on a platform. An existing file is not changed."""
     configs = bootstrap.CONFIGS
@@ -646,7 +654,7 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
     target: Words,
     overrides: Overrides = None,
     platform_file: PlatformFile = None,
-    attempt: Annotated[int | None, typer.Option(help="Which attempt; the last one unless given.")] = None,
+    attempt: Annotated[int | None, typer.Option(help="The number of the attempt. The default is the last one.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
     node: Annotated[int | None, typer.Option(help="Only what this node printed.")] = None,
@@ -727,7 +735,7 @@ def cleanup(
     yes: Annotated[bool, typer.Option("--yes", help="Remove it without confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show the orphaned resources of dead runs, then remove them; jobs of cancelled flow runs are cancelled first.
+    """Show the orphaned resources of dead runs, then remove them. Jobs of cancelled flow runs are cancelled first.
 
     Runs that are live, or whose state is unknown, are never changed.
     """

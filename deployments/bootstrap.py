@@ -146,7 +146,7 @@ def _deploy() -> None:
 
 
 def stop() -> None:
-    """End the server and the worker that `serve` started. Jobs continue; the command names them."""
+    """End the server and the worker that `serve` started. Jobs continue, and the command names them."""
     os.environ |= environment(serving_home())
     with suppress(psutil.Error, OSError):  # relative roots are the worker's
         worker = serving.live("worker")

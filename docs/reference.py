@@ -47,7 +47,7 @@ _ADVICE: Mapping[FailureClass, str] = {
     FailureClass.UNREACHABLE: "wait, and run the same command again: the job may still be running",
     FailureClass.UNKNOWN_RUN: "take a name that `train-litgpt runs` lists",
     FailureClass.LIVE: "follow the running job, replace it with `--replace`, or start another with `--allow-duplicate`",
-    FailureClass.CANCELLED: "nothing; the same command resumes the run from its last checkpoint",
+    FailureClass.CANCELLED: "run the same command to resume from the last checkpoint",
     FailureClass.SERVER: "start Prefect's server with `train-litgpt serve`, or unset `PREFECT_API_URL`",
     FailureClass.REFUSED: "do what the message says",
 }
@@ -192,7 +192,8 @@ def stacks() -> str:
             rows=list(_releases()),
         ),
         "The first release of a network and its machines is the default of `platform.network_plugin`. An empty cell "
-        "means that the publisher states no version.",
+        "means that the publisher states no version. Then any NCCL is accepted. Some entries of *known to load* are "
+        "inferred. The sources are next to the values in `launcher/networks`.",
     )  # fmt: skip
 
 

@@ -45,19 +45,19 @@ class FailureClass(StrEnum):
         fault._value_, fault.exit_code, fault.meaning = name, exit_code, meaning
         return fault
 
-    USER = "user error", 40, "the settings, the program or a permission is wrong; another attempt would fail too"
+    USER = "user error", 40, "the settings, the program or a permission is wrong, so another attempt would fail too"
     DATA = "data error", 41, "a corpus, dataset or checkpoint differs from its description"
     OUT_OF_MEMORY = "out of memory", 42, "a GPU or a machine has too little memory"
     NODE = "node fault", 43, "a machine, or a process on it, died or cannot run the job"
     NETWORK = "network fault", 44, "the other nodes cannot be reached"
     PREEMPTED = "preempted", 45, "the platform took the machine away"
     HANG = "hang", 46, "a rank sent no heartbeat for `train.hang_timeout` seconds"
-    DISK_FULL = "disk full", 47, "a disk, quota or file system has no room; the message has the bytes"
+    DISK_FULL = "disk full", 47, "a disk, quota or file system has no room for the bytes that the message names"
     UNKNOWN = "unknown", 1, "a crash in native code, a bug, or an exit code of your own script"
     UNREACHABLE = "platform unreachable", 50, "the platform, a registry or a builder did not answer"
     UNKNOWN_RUN = "unknown run", 51, "no run has that name, or several have it"
     LIVE = "run is live", 52, "a job of this name is running"
-    CANCELLED = "cancelled", 53, "a user cancelled the run; its checkpoints are kept"
+    CANCELLED = "cancelled", 53, "a user cancelled the run, whose checkpoints are kept"
     SERVER = "server unreachable", 54, "Prefect's server does not answer, did not start, or rejected the secret"
     REFUSED = "platform refused", 55, "the platform understood the request and rejected it"
 

@@ -74,7 +74,7 @@ COLUMNS = {
         float, "step", "Rate of the whole job, without evaluations and saves.", "tokens/s", in_csv=True
     ),
     "mfu": Column(
-        float | None, "step", "The model's FLOPs as a share of the devices' peak; absent without a known peak.",
+        float | None, "step", "The model's FLOPs as a share of the devices' peak, if that is known.",
         in_csv=True,
     ),
     "step_seconds": Column(float, "step", "Time of a step.", "s", in_csv=True),

@@ -31,7 +31,7 @@ class Submitted:
     _errors: IO[str]
 
     def wait(self) -> None:
-        """Return when the model is collected; a JobFailed has the command's output and failure class."""
+        """Return when the model is collected. Raises JobFailed with the command's output and failure class."""
         code = self._process.wait()
         if code:
             self._errors.seek(0)
@@ -40,11 +40,11 @@ class Submitted:
             raise JobFailed(what, fault=fault)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows so far, as pandas.DataFrame takes them; litgpt_demo.metrics.Row has columns and units."""
+        """Return the rows so far, for pandas.DataFrame. docs/reference/metrics.md has the columns and units."""
         return read_metrics(self.run.storage)
 
     def model(self) -> Any:
-        """Return the collected model of transformers; a DataError if it does not exist or is damaged."""
+        """Return the collected model of transformers. Raises DataError if it does not exist or is damaged."""
         from litgpt_demo.export.proof import opened
 
         final = exported(self.run.storage)

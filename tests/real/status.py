@@ -31,6 +31,7 @@ def main(topic: str, *options: str) -> int:
         others = [row for row in rows.splitlines() if not row.startswith(f"| {topic} |")]
         row = f"| {topic} | {commit.stdout.strip()} | {when} | {tests} | {minutes} |"
         STATUS.write_text("\n".join([f"{head}{TABLE}", *sorted([*others, row])]) + "\n")
+        subprocess.run([sys.executable, "-m", "docs.reference"], check=True)  # docs/project/status.md has the row too
     return running.returncode
 
 

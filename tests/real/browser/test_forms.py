@@ -1,4 +1,4 @@
-"""Every deployment is started as people do it: from its form in Prefect's UI, in a real browser.
+"""Every deployment starts from its form in Prefect's UI, in a real browser.
 
 Those of platforms elsewhere end here at their preflight; that they lead to their platforms is in
 tests/real/server/test_every_deployment.py. The pictures of the forms lie in the folder of each test's temporary files,

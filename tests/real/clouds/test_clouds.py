@@ -1,4 +1,4 @@
-"""What every platform promises, and whole trainings, on the stand-ins of clouds whose nodes are processes here."""
+"""The contract of every platform, and whole trainings, on emulated clouds whose nodes are processes of this machine."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""What every platform promises, and what a control plane says of jobs that wait, on the cluster of $KUBECONFIG.
+"""The contract of every platform, and the reasons of waiting jobs, on a real cluster: that of $KUBECONFIG.
 
 CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim CLUSTER_TEST_PVC is the folder
 CLUSTER_TEST_SHARED, here and in the pods (docs/platforms/gke.md has it for kind).

@@ -1,4 +1,4 @@
-"""Another user of the machine cannot change or read what lies in the temporary folder. Only root can try."""
+"""Another user of the machine cannot read or change the temporary folder. The test needs root."""
 
 from collections.abc import Iterator
 from pathlib import Path

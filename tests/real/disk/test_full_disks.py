@@ -1,4 +1,4 @@
-"""A disk that fills up while a job runs: it costs a save and no training, and where it ends a job it is named."""
+"""A disk that fills up during a job costs a save, but no training. If it ends a job, the error names it."""
 
 import shutil
 import subprocess

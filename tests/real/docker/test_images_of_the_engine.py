@@ -1,4 +1,4 @@
-"""Images with a real engine and Debian's docker-registry (apt install docker.io docker-registry busybox-static).
+"""Images are built and pushed with a real engine and registry (apt install docker.io docker-registry busybox-static).
 
 The product's own image needs Docker Hub, Debian and PyPI besides, and 30 GB of disk; the others pull nothing.
 """

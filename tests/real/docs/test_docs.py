@@ -1,4 +1,4 @@
-"""The pages as a site, and the notebook: both are made anew, as `make docs` and a reader's Jupyter do."""
+"""The site builds as by `make docs`, and the notebook runs as in a reader's Jupyter."""
 
 import re
 import signal

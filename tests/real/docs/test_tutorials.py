@@ -1,4 +1,4 @@
-"""The page of tutorials, followed by somebody in an empty folder: its files are written and its commands typed."""
+"""The commands of each tutorial run in an empty folder, with the files that the page shows."""
 
 import gzip
 import json

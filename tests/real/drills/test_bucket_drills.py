@@ -1,4 +1,4 @@
-"""Drills of the bucket: it is away for a minute, refuses, cuts its streams, or answers other bytes than it holds."""
+"""Drills of the bucket: it is down for a minute, refuses, cuts its streams, or returns wrong bytes."""
 
 import time
 from collections.abc import Iterator

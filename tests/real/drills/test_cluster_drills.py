@@ -1,4 +1,4 @@
-"""Drills with the job on a Kubernetes cluster: what befalls machines and API."""
+"""Drills with the job on a Kubernetes cluster: its machines and its API fail."""
 
 from collections.abc import Iterator
 from typing import Any

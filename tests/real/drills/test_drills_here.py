@@ -1,4 +1,4 @@
-"""Drills with the job on this machine: its processes, its checkpoints and disk, its orchestrators, the server."""
+"""Drills with the job on this machine: its processes, checkpoints, disk, orchestrators and server fail."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""A real GPU: what torch and NCCL say of it, and the same numbers as on a CPU but for rounding."""
+"""A real GPU: the reports of torch and NCCL, and the numbers of a CPU but for rounding."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A whole pipeline whose root is a bucket of a public emulator, which nobody here has written."""
+"""A whole pipeline has its root in a bucket of a public emulator."""
 
 import logging
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A training from Python: submitted, waited for, its metrics, its model; and one that fails."""
+"""A training from Python is submitted, waited for and read. Another one fails."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Nothing of ours imports what lies in the folder that it is started in, which may be /tmp."""
+"""No program imports files of the folder that it starts in, which may be /tmp."""
 
 import asyncio
 from collections.abc import Callable

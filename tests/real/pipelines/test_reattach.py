@@ -1,4 +1,4 @@
-"""The orchestrator is killed, and the same command is typed again: one job, one view of its log over both."""
+"""The orchestrator is killed, and the same command reattaches: one job, and one log over both."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Flow runs whose process ends with an error before the flow begins: each ends once, with words."""
+"""A flow run whose process fails before the flow begins ends once, with a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever gave an address hears of every bad end: an orchestrator that was killed, a job that failed."""
+"""A notification reports every bad end: a killed orchestrator and a failed job."""
 
 from __future__ import annotations
 

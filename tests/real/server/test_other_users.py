@@ -1,4 +1,4 @@
-"""Another user of this machine has nothing of ours locked; needs root."""
+"""Locks of one user do not block another user of this machine. The test needs root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of a command's own: for this command alone, and closed to everybody else on the machine."""
+"""A command's own server serves only this command, and refuses other users of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server of `make serve` is its user's alone: strangers are refused, and the user is never asked for the secret."""
+"""The server of `make serve` refuses other users, and its user never types the secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What befalls a real server and its worker: an orchestrator that dies, a server that dies, a cancellation."""
+"""A real server and its worker: the orchestrator dies, the server dies, a run is cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The slots of Prefect's global concurrency limit that a sweep holds, on a server that stays."""
+"""Sweeps that share GPUs hold slots of Prefect's global concurrency limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every platform promises, on Slurm's own daemons, and what only Slurm can do to a job."""
+"""The contract of every platform, and Slurm's own states, on real Slurm daemons of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several users, accounts, and limits, on Slurm's own daemons: what they see of each other's jobs, and are told."""
+"""Several users, accounts and limits on real Slurm daemons: what each sees of the jobs of others."""
 
 from __future__ import annotations
 

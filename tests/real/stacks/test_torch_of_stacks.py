@@ -1,4 +1,4 @@
-"""What a node runs works with the torch of every stack, not only with that of the tests' own environment."""
+"""The node's code works with the torch of every stack."""
 
 import os
 import re

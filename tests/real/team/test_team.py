@@ -1,4 +1,4 @@
-"""A team's server, as compose.yaml has it, and two workers, while parts of it die and after it was restored."""
+"""A team's server by compose.yaml and two workers, while parts of it die and after a restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody at a terminal, without a server of Prefect's, presses Ctrl-C, closes the window or shuts down."""
+"""A user at a terminal, without a Prefect server, presses Ctrl-C, closes the window or shuts down."""
 
 import os
 import re

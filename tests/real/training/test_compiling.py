@@ -1,4 +1,4 @@
-"""What torch compiles for a CPU changes only rounding. The compiler writes C++, which takes a minute."""
+"""Compiled code of torch changes only rounding, on a CPU."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What ranks of a job on this machine do to each other when one is killed, and where they listen."""
+"""The ranks of a job on this machine end together if one is killed, and listen only where they must."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Several ranks and nodes of this machine: they save and go on, also as another number, and leave and end together."""
+"""Several ranks and nodes of this machine save, resume in another number, and end together."""
 
 import json
 import math

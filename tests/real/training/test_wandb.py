@@ -1,4 +1,4 @@
-"""Weights & Biases' own client beside a training; its service is one that answers what it was sent."""
+"""The client of Weights & Biases records a training. An emulated service answers it."""
 
 import os
 import subprocess
