@@ -27,6 +27,7 @@ from rich.table import Table
 from cli.terminal import Screen, accept_any_text, show_text
 from deployments import bootstrap
 from flows import serving
+from launcher import pages
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
 from launcher.checks.plan import AnyConfig, findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
@@ -71,7 +72,11 @@ from litgpt_demo.storage import Storage, is_remote, open_storage
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    epilog=f"Documentation: {pages.START}, {pages.SYMPTOMS} (by the words that you see), and docs/.",
+)
 # Into a file or a pipe every row and message is one line, so that it can be searched and cut. Output of jobs has colons
 # that are not emoji.
 console = Screen(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 10_000)
@@ -152,13 +157,13 @@ def errors_for_people() -> Iterator[None]:
     try:
         yield
     except TrainLitgptError as error:
-        _error(str(error), "failed" if isinstance(error, JobFailed) else "error")
+        _error(str(error), error.fault, "failed" if isinstance(error, JobFailed) else "error")
         sys.exit(error.exit_code)
     except ValueError as error:
         modules = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
         if not any(module.startswith("prefect.settings") for module in modules):
             raise
-        _error(_problem_of_prefects_settings(error))
+        _error(_problem_of_prefects_settings(error), FailureClass.USER)
         sys.exit(EXIT_CODES[FailureClass.USER])
 
 
@@ -721,7 +726,7 @@ def cancel(
         if lost[run]:
             _say(f"{escape(run)}: {lost[run]}")
     for problem in problems:
-        _error(str(problem))
+        _error(str(problem), problem.fault)
     if problems:
         raise typer.Exit(problems[0].exit_code)
     if not cancelled:
@@ -773,7 +778,7 @@ def cleanup(
             else:
                 _say(escape(f"{resource.run} is running again, and was not changed"))
         except TrainLitgptError as error:
-            _error(str(error))
+            _error(str(error), error.fault)
             is_unknown = True
     _print_json({"cancelled": list(map(str, cancelled)), "orphaned": orphaned, "removed": removed})
     if is_unknown:
@@ -804,8 +809,13 @@ def _say(markup: str, to: Screen | None = None) -> None:
     (to or console).print(markup, soft_wrap=True)
 
 
-def _error(what: str, word: str = "error") -> None:
+def _error(what: str, fault: FailureClass, word: str = "error") -> None:
     _say(f"[bold red]{word}[/] {escape(what)}", stderr)
+    _print_page(pages.page_of_error(what, fault), stderr)
+
+
+def _print_page(page: str, to: Screen | None = None) -> None:
+    _say(f"[dim]help: {page}[/]", to)
 
 
 def _print_findings(found: Iterable[Finding]) -> None:
@@ -819,6 +829,11 @@ def _print_findings(found: Iterable[Finding]) -> None:
         sign = "[dim]·[/]" if finding.severity == "info" and finding.fix else signs[finding.severity]
         fix = f"\n    [dim]→ {escape(finding.fix)}[/]" if finding.fix else ""
         _say(f"{sign} {escape(finding.what.ljust(width))}  [dim]{finding.code}[/]{fix}")
+    for severity in ("error", "unknown"):
+        problem = next((finding for finding in findings if finding.severity == severity), None)
+        if problem is not None:
+            _print_page(pages.page_of_finding(problem))
+            return
 
 
 def _print_notes(*notes: str) -> None:

@@ -30,6 +30,7 @@ from launcher.formatting import (
     shown,
 )
 from launcher.images.identity import SoftwareIdentity
+from launcher.pages import page_of_error
 from launcher.reports import mermaid
 from launcher.reports.charts import Chart, Line, svg
 from launcher.reports.goodput import Ledger
@@ -360,6 +361,7 @@ def diagnosis_markdown(diagnosis: Diagnosis) -> str:
         ("machine", diagnosis.host or NOTHING),
         ("what follows", diagnosis.action),
         ("what to do", ADVICE[diagnosis.fault]),
+        ("help", page_of_error(diagnosis.evidence, diagnosis.fault)),
         ("logs", diagnosis.logs),
     ]
     return "\n\n".join([_markdown_table(("diagnosis", ""), rows), _fenced("\n".join(diagnosis.lines))])

@@ -117,6 +117,7 @@ def test_invalid_request_is_named_and_starts_nothing(
     assert (output.code, output.out) == (USER, "")
     assert output.err.startswith("error ")
     assert named in output.err
+    assert output.err.splitlines()[-1].startswith("help: docs/reference/")
     assert not (workdir / "out").exists()
 
 

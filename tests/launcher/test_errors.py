@@ -27,7 +27,9 @@ def test_error_exits_with_the_code_of_its_class(
     with pytest.raises(SystemExit) as ended, errors_for_people():
         raise again
     assert ended.value.code == EXIT_CODES[error.fault] == error.exit_code
-    assert "it broke; mend it" in capsys.readouterr().err
+    message, page = capsys.readouterr().err.splitlines()
+    assert "it broke; mend it" in message
+    assert page == f"help: docs/reference/exit-codes.md#{error.exit_code}"
 
 
 def test_failure_class_has_an_own_exit_code_and_a_meaning() -> None:

@@ -170,6 +170,7 @@ def test_diagnosis_is_a_page_whatever_a_node_wrote() -> None:
     text = diagnosis_markdown(diagnosis)
     assert "| attempt.hang | hang on node 1, rank 3 |" in text
     assert r"| machine | a\|b |" in text
+    assert r"| help | docs/reference/exit-codes.md\#46 |" in text
     assert text.endswith("````text\nHung: ```\n<script>alert(1)</script>\n````")
 
 
