@@ -16,6 +16,7 @@ PAGES = Path(__file__).parent
 DIAGRAMS = PAGES / "images" / "diagrams"
 BLOCK = re.compile(r"^```mermaid\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 TITLE = re.compile(r"^\s*accTitle: (.+)$", re.MULTILINE)
+SIZE = re.compile(r'viewBox="\S+ \S+ (\S+) (\S+)"')
 # Plain SVG text: an <img> shows no HTML labels. The site inverts the colors of its dark theme (extra.css).
 SETTINGS = {"startOnLoad": False, "theme": "neutral", "htmlLabels": False, "fontFamily": "sans-serif"}
 
@@ -29,6 +30,12 @@ def blocks() -> Iterator[str]:
     """Yield the Mermaid blocks of all pages and of the README, without their fences."""
     for page in (PAGES.parent / "README.md", *sorted(PAGES.rglob("*.md"))):
         yield from BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def sized(svg: str) -> str:
+    """Return a drawing with its own size. Mermaid's `width="100%"` would stretch it to the width of the page."""
+    width, height = SIZE.search(svg).groups()  # type: ignore[union-attr]
+    return svg.replace('width="100%"', f'width="{width}" height="{height}"', 1)
 
 
 def main(mermaid: str) -> None:
@@ -48,7 +55,7 @@ def main(mermaid: str) -> None:
         for name, block in drawings.items():
             if not (DIAGRAMS / name).exists():
                 draw = "async text => (await mermaid.render('diagram', text)).svg"
-                (DIAGRAMS / name).write_text(page.evaluate(draw, block) + "\n", encoding="utf-8")
+                (DIAGRAMS / name).write_text(sized(page.evaluate(draw, block)) + "\n", encoding="utf-8")
                 print(DIAGRAMS / name)
         browser.close()
 
