@@ -35,7 +35,7 @@ test-docs: $(VENV)/.installed-docs
 $(REAL:%=test-%): test-%: $(VENV)/.installed-dev
 	$(BIN)/python tests/real/status.py $*
 
-test-flaky: $(VENV)/.installed-dev ## make test ten times in a row, five of them beside six busy loops
+test-flaky: $(VENV)/.installed-dev ## make test ten times in a row, five of them in parallel to six busy loops
 	$(BIN)/python tests/flaky.py
 
 ci: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
@@ -53,7 +53,7 @@ audit: $(VENV)/.installed-dev ## bandit's rules on the source, and known vulnera
 serve: $(VENV)/.installed ## Prefect's server with its UI, a work pool, a worker and the deployments; PORT=4300 for another port
 	$(BIN)/train-litgpt serve --port $(PORT)
 
-stop: $(VENV)/.installed ## what serve started
+stop: $(VENV)/.installed ## end the server and the worker that serve started
 	$(BIN)/train-litgpt stop
 
 deploy: $(VENV)/.installed ## the work pool, the deployments and the automations on a team's server, that of PREFECT_API_URL
@@ -63,14 +63,14 @@ ui: serve ## the same, and open the browser
 	@$(BIN)/python -c "import sys, webbrowser; sys.exit(not webbrowser.open(sys.argv[1]))" http://127.0.0.1:$(PORT)/v2 || \
 		echo "no browser is found here: open the address above in yours, and paste the password"
 
-golden: $(VENV)/.installed-dev ## write down anew what is sent to the platforms; review the diff
+golden: $(VENV)/.installed-dev ## store what is sent to the platforms; review the diff
 	UPDATE_GOLDEN=1 $(BIN)/pytest -k golden
 
 lock: $(VENV)/.installed ## the hashes of every package of each stack's image, after a change of constraints.txt or litgpt_demo/requirements.txt
 	@$(PIP) uv
 	$(BIN)/python -m deployments.lock $(BIN)/uv
 
-size: $(VENV)/.installed-dev ## lines, files, and what makes the source slow to read, beside what was asked
+size: $(VENV)/.installed-dev ## lines, files and other sizes of the source, next to their limits
 	PYTHONPATH=tests:tests/fakes $(BIN)/python -m bench.size
 
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
@@ -78,10 +78,10 @@ mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to no
 
 bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
-bench-dataset: $(VENV)/.installed-bench ## preparation beside gigatoken, LitGPT's own, and into a bucket
+bench-dataset: $(VENV)/.installed-bench ## preparation, compared with gigatoken and LitGPT, and into a bucket
 	$(BIN)/python -m bench dataset $(if $(QUICK),--quick)
 
-bench-training: $(VENV)/.installed ## training steps beside litgpt pretrain's
+bench-training: $(VENV)/.installed ## training steps, compared with those of litgpt pretrain
 	$(BIN)/python -m bench training $(if $(QUICK),--quick)
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read

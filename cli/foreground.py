@@ -303,11 +303,11 @@ def farewell(tracker: Tracker, *, again: str) -> list[str]:
     if not jobs:
         status = "nothing was started"
         if tracker.flow_runs:
-            status = "no job is running; run again: finished steps are reused, started ones continue"
+            status = "no job is running. Run the command again: finished steps are reused, started ones continue"
         return [status, f"  run again  {again}"]
     lines = []
     for job in jobs:
-        line = f"{job.run} was being submitted to {job.platform.kind}, and may have been started"
+        line = f"{job.run} was being submitted to platform {job.platform.kind}, and may run there"
         if job.phase == "started":
             line = f"the job continues as {job.run} on {job.platform.kind}"
         lines.append(line)
@@ -378,7 +378,7 @@ class _ShutdownHandler:
         cancelling.add_done_callback(lambda _: self._signals.put(None))
         while not cancelling.done():
             if self._signals.get() == signal.SIGINT:  # SIGTERM requests this cancellation; a closed terminal, nothing
-                self._say("[yellow]interrupted[/] before it was proved that nothing is left; this proves it:")
+                self._say("[yellow]interrupted[/] before it was proved that no resources remain. To prove it, run:")
                 self._say(*(f"  {escape(command)}" for command in cancel_commands(jobs)))
                 return False
         return cancelling.result()
@@ -392,9 +392,9 @@ class _ShutdownHandler:
             problems.append(error)
         submitting = [current.job_id for current in self._tracker.jobs if current.phase == "submitting"]
         if not problems and job.job_id in submitting:
-            problems.append(f"{job.platform.kind} has not answered its submission")
+            problems.append(f"platform {job.platform.kind} has not answered its submission")
         if problems:
-            self._say(f"[bold red]error[/] {escape(f'{job.run} is not known to be cancelled: {problems[0]}')}")
+            self._say(f"[bold red]error[/] {escape(f'{job.run} may not be cancelled: {problems[0]}')}")
             self._say(f"  cancel     {escape(cancel_commands([job])[0])}")
         else:
             self._say(f"cancelled {escape(job.run)}; no resources remain")

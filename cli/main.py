@@ -85,7 +85,7 @@ stderr = Screen(stderr=True, highlight=False, emoji=False)
 
 @app.callback(invoke_without_command=True)
 def program(
-    version: Annotated[bool, typer.Option("--version", help="Versions and commit, then exit.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions and the commit, then exit.")] = False,
 ) -> None:
     """From raw text to a verified, trained GPT, on whatever machines you have."""
     if version:  # from installed metadata: nothing heavy is imported
@@ -175,9 +175,9 @@ def _problem_of_prefects_settings(error: ValueError) -> str:
     # Not the whole validation error: a value may be a secret.
     problem = first_problem(error) if isinstance(error, ValidationError) else " ".join(str(error).split())
     return (
-        f"Prefect cannot read its settings: {problem}; fix {' or '.join([*places, 'a variable PREFECT_…'])}. To go "
-        "without them: PREFECT_PROFILES_PATH=/dev/null in front of the command for a profiles.toml, another folder for "
-        "the others"
+        f"Prefect cannot read its settings: {problem}; fix {' or '.join([*places, 'a variable PREFECT_…'])}. To ignore "
+        "profiles.toml, put PREFECT_PROFILES_PATH=/dev/null in front of the command. To ignore another file, run the "
+        "command in another folder"
     )
 
 
@@ -204,7 +204,7 @@ def run(
     allow_duplicate: Duplicate = False,
     replace: Replace = False,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Hand it to a worker of Prefect's server, and print the link to it.")
+        bool, typer.Option("--detach", help="Let a worker of Prefect's server run it, and print the link to it.")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -315,7 +315,7 @@ def collect(
     overrides: Overrides = None,
     platform_file: PlatformFile = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
-    newest: Annotated[bool, typer.Option("--newest", help="The newest one, even of a live run.")] = False,
+    newest: Annotated[bool, typer.Option("--newest", help="Export the newest checkpoint, even of a live run.")] = False,
     root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:
@@ -351,7 +351,7 @@ def _folder(target: str, root: str) -> Storage:
 @app.command()
 def generate(
     target: Words,
-    text: Annotated[str, typer.Argument(help="The beginning. Without it, the model begins a document.")] = "",
+    text: Annotated[str, typer.Argument(help="The text to continue. Without it, the model begins a document.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens. A document may end earlier.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token each time.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=1, help="Sample only from the N likeliest tokens.")] = 50,
@@ -396,7 +396,9 @@ def evaluate(
 
 @app.command()
 def submit(
-    deployment: Annotated[str | None, typer.Argument(help="Its name. Without it, all deployments are listed.")] = None,
+    deployment: Annotated[
+        str | None, typer.Argument(help="A deployment's name. Without it, all deployments are listed.")
+    ] = None,
     overrides: Overrides = None,
     platform_file: PlatformFile = None,
     allow_duplicate: Duplicate = False,
@@ -435,7 +437,7 @@ for _command in (bootstrap.serve, bootstrap.stop, bootstrap.deploy):
 
 @app.command()
 def init(
-    platform: Annotated[str, typer.Argument(help="The kind of a platform.", show_default=False)],
+    platform: Annotated[str, typer.Argument(help="local, slurm, gke, kubernetes, runai or batch.", show_default=False)],
     file: Annotated[Path | None, typer.Argument(help="The file. The default is PLATFORM.yaml.")] = None,
 ) -> None:
     """Write a commented config of a training on a platform. An existing file is not changed."""
@@ -482,19 +484,19 @@ def render(
     overrides: Overrides = None,
     platform_file: PlatformFile = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Show where every environment variable of the nodes comes from instead.")
+        bool, typer.Option("--explain", help="Show instead where each environment variable of the nodes comes from.")
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
     submissions = previews(read_config(config, overrides, platform_file))
     unknown = dict.fromkeys(what for submission in submissions.values() for what in submission.unknown)
     if unknown and not explain:
-        show_text("# Not to be sent as it is: values that are unknown here have a placeholder.")
+        show_text("# Do not submit this as it is: it has placeholders for values that are not known here.")
     for what in unknown:
         if not explain:
             show_text(f"# - {' '.join(what.split())}")
         if explain or not sys.stdout.isatty():  # a terminal shows the line above
-            _say(f"[cyan]?[/] unknown here: {escape(what)}", stderr)
+            _say(f"[cyan]?[/] not known here: {escape(what)}", stderr)
     for title, submission in submissions.items():
         if title:
             show_text(f"--- # {title}")
@@ -546,7 +548,7 @@ def settings(
         if setting.name.startswith(prefix)
     ]
     if not rows:
-        raise ConfigProblem(f"no setting begins with {prefix!r}; without it all are listed")
+        raise ConfigProblem(f"no setting begins with {prefix!r}; leave it out to list all settings")
     _print_table(_print_json(rows))
 
 
@@ -557,12 +559,12 @@ def doctor(
     ] = None,
     overrides: Overrides = None,
     platform_file: PlatformFile = None,
-    root: Annotated[str, typer.Option(help="Where runs would be written.")] = "output",
+    root: Annotated[str, typer.Option(help="The root to check. With a config it is the config's own.")] = "output",
     as_json: Json = False,
 ) -> None:
     """Check this machine and the needs of a config, and print how to fix each problem."""
     if config is None and platform_file is not None:
-        raise ConfigProblem("--platform needs a config; give the config to run there")
+        raise ConfigProblem("--platform needs a config; give one: train-litgpt doctor CONFIG --platform FILE")
     settings = None
     if config is not None:
         settings = read_config(config, overrides, platform_file)
@@ -591,7 +593,7 @@ def verify(
 
 @app.command()
 def runs(
-    folder: Annotated[str | None, typer.Argument(help="The root, as --root says it too.")] = None,
+    folder: Annotated[str | None, typer.Argument(help="The root. It wins over --root.")] = None,
     root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:
@@ -645,7 +647,7 @@ def status(
 
 
 def moment(text: str) -> float:
-    """Return seconds since the epoch of an age (10m ago) or of a time in ISO 8601."""
+    """Return seconds since the epoch of an age, as 10m, or of a time in ISO 8601."""
     age = re.fullmatch(r"(\d{1,9})([smhd])", text)
     if age:
         return time.time() - int(age[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[age[2]]
@@ -661,11 +663,12 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
     platform_file: PlatformFile = None,
     attempt: Annotated[int | None, typer.Option(help="The number of the attempt. The default is the last one.")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="Metrics as the JSON that the job printed.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Print metrics as the JSON that the job printed.")] = False,
     node: Annotated[int | None, typer.Option(help="Only what this node printed.")] = None,
     rank: Annotated[int | None, typer.Option(help="Only what this rank printed.")] = None,
     since: Annotated[
-        float | None, typer.Option(parser=moment, metavar="MOMENT", help="Since 10m ago, or 2026-01-31T08:00.")
+        float | None,
+        typer.Option(parser=moment, metavar="MOMENT", help="Since an age, as 10m, or a time, as 2026-01-31T08:00."),
     ] = None,
     root: Root = DEFAULT_ROOT,
 ) -> None:
@@ -691,7 +694,7 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
         def show_lines(lines: Iterable[LogLine]) -> None:
             for line in lines:
                 if since is not None and line.time is None:
-                    what = f"the logs of {platform.name} are files, whose lines have no time"
+                    what = f"the logs of platform {platform.name} are files, whose lines have no time"
                     raise ConfigProblem(f"--since cannot be used: {what}; leave it out")
                 wanted = node in (None, line.node) and (rank is None or line.text.startswith(f"[rank{rank}]:"))
                 if wanted and (line.time or 0.0) >= (since or 0.0):
@@ -736,8 +739,8 @@ def cancel(
 @app.command()
 def cleanup(
     root: Root = DEFAULT_ROOT,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove it without confirmation.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what is orphaned, and remove nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them without confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the orphaned resources of dead runs, then remove them. Jobs of cancelled flow runs are cancelled first.
@@ -766,9 +769,9 @@ def cleanup(
     if not removable:
         _say(f"nothing is left of the dead runs under {escape(index.root.address())}")
     elif not dry_run and not yes and sys.stdin.isatty():
-        yes = typer.confirm(f"remove all of it, {len(removable)} attempts?", err=as_json)
+        yes = typer.confirm(f"remove the resources of all {len(removable)} attempts?", err=as_json)
     if removable and (dry_run or not yes):
-        _say("nothing was removed; --yes removes it")
+        _say("nothing was removed; remove all of it with --yes")
         removable = []
     for resource in removable:
         try:
@@ -776,7 +779,7 @@ def cleanup(
                 removed.append(str(resource.job_id))
                 _say(escape(f"removed {resource.job_id}; no resources remain"))
             else:
-                _say(escape(f"{resource.run} is running again, and was not changed"))
+                _say(escape(f"{resource.run} is running again, so that its resources stay"))
         except TrainLitgptError as error:
             _error(str(error), error.fault)
             is_unknown = True

@@ -73,14 +73,14 @@ def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the 
             what = f"Prefect's server does not answer at {api} after {_STARTUP:.0f} s"
             raise ConfigProblem(what, fix=f"read {log}, and run `train-litgpt stop` before the next try")
     write_private(file, "".join(f"export {name}={shlex.quote(value)}\n" for name, value in addresses.items()))
-    _report("server", "there" if is_served else "started", ui)
+    _report("server", "running" if is_served else "started", ui)
     require_server()
     _deploy()
     is_working = serving.live("worker") is not None
     if not is_working:
         arguments = ("worker", "start", "--pool", POOL, "--name", socket.gethostname())
         _start("worker", [*PYTHON, "-m", "prefect", "--no-prompt", *arguments])
-    _report("worker", "there" if is_working else "started", f"on {socket.gethostname()}")
+    _report("worker", "running" if is_working else "started", f"on {socket.gethostname()}")
     asyncio.run(_bring_up_to_date(notify))
     # Only a person is shown the secret: output that goes to a file or a CI's log is read by others.
     shown = secret if sys.stdout.isatty() else f"{AUTH} in {file}"
@@ -101,7 +101,7 @@ def _is_served(port: int) -> bool:
             command = process.cmdline()
             used = int(command[command.index("--port") + 1])
             if used != port:
-                fix = f"use it by `train-litgpt serve --port {used}`, or end it first by `train-litgpt stop`"
+                fix = f"use it with `train-litgpt serve --port {used}`, or end it with `train-litgpt stop`"
                 raise ConfigProblem(f"the server of {serving_home()} already listens on port {used}", fix=fix)
             return True
     try:
@@ -140,7 +140,7 @@ def _deploy() -> None:
     pool = prefect("work-pool", "inspect", POOL, check=False) == 0
     if not pool:
         prefect("work-pool", "create", POOL, "--type", "process")
-    _report("work pool", "there" if pool else "created", POOL)
+    _report("work pool", "exists" if pool else "created", POOL)
     prefect("deploy", "--all", "--prefect-file", str(PREFECT_FILE))
     _report("deployments", "up to date", str(PREFECT_FILE.relative_to(CHECKOUT)))
 
@@ -251,7 +251,7 @@ async def put_automation(client: PrefectClient, automation: Mapping[str, Any]) -
         return "created"
     wanted = wanted.model_copy(update={"enabled": existing[0].enabled})
     if AutomationCore.model_validate(existing[0].model_dump(include=set(AutomationCore.model_fields))) == wanted:
-        return "there"
+        return "exists"
     await client.update_automation(existing[0].id, wanted)
     return "updated"
 
@@ -285,7 +285,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
         changes |= {"data.corpus": {"kind": "stdlib"}, "data.validation_fraction": 0.01}
         changes |= {"train.max_steps": 20, "train.max_tokens": None, "train.warmup_steps": 2}
     nodes = validated(KINDS[flow], parameters, where=config).platform
-    cost, machine = "No list price is known of its machines.", nodes.machine_type
+    cost, machine = "The list price of its machines is not known.", nodes.machine_type
     if machine is not None and machine.price is not None:
         price = machine.price
         hour = f"{nodes.nodes} x {machine.name} cost ${nodes.nodes * price.usd:,.2f}"

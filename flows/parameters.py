@@ -253,7 +253,7 @@ def submit_deployment(
     deployments = list_deployments(name.rpartition("/")[2])
     matches = [full for full, deployment in deployments.items() if name in (full, deployment.name)]
     if not matches:
-        raise ConfigProblem(f"there is no deployment {name}; there are {', '.join(sorted(list_deployments()))}")
+        raise ConfigProblem(f"there is no deployment {name}; choose one of {', '.join(sorted(list_deployments()))}")
     if len(matches) > 1:
         raise ConfigProblem(f"{name} is the name of several deployments; give one of {', '.join(sorted(matches))}")
     full, deployment = matches[0], deployments[matches[0]]
@@ -309,15 +309,15 @@ def parameters_with(
     Prefect merges only top-level names, and `train: {max_steps: …}` would replace the whole section."""
     kind = KINDS.get(flow)
     if kind is None:
-        raise ConfigProblem(f"{flow} has no config to change; the flows with a config are {', '.join(KINDS)}")
+        raise ConfigProblem(f"the flow {flow} has no config to change; flows with a config are {', '.join(KINDS)}")
     stored = {name: value for name, value in parameters.items() if name != "overrides"}
     stored = overridden(stored, parameters.get("overrides") or {})
     document = overridden({**stored, **(platform_file or {})}, overrides)
     settings = validated(kind, document, where="the deployment's parameters with your changes")
     if isinstance(settings, ScriptConfig) and settings.code and not Path(settings.code.folder).is_absolute():
         raise ConfigProblem(
-            f"code.folder={settings.code.folder} would be a folder below the worker's current folder",
-            fix="give a deployment an absolute path, of a folder that its worker has",
+            f"code.folder={settings.code.folder} is relative, but a worker starts in another folder",
+            fix="give an absolute path of a folder that the worker has",
         )
     complete: dict[str, Any] = settings.model_dump(mode="json")
     if flow == "prepare-dataset":

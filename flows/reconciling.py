@@ -56,7 +56,7 @@ class OrphanedJobs:
     def __str__(self) -> str:
         if self.problem:
             return f"{self.name} is cancelled, but a job of it may still be running: {self.problem}"
-        return f"{self.name} was cancelled, but its job was still running; cancelled now: {', '.join(self.cancelled)}"
+        return f"{self.name} was cancelled, but its job was still running. Cancelled now: {', '.join(self.cancelled)}"
 
 
 async def end_orphaned_jobs() -> list[OrphanedJobs]:
@@ -177,7 +177,7 @@ def flag_state_conflicts(rows: Sequence[RunRow]) -> list[RunRow]:
     flagged = []
     for row in rows:
         if row.is_live and not row.note and is_abandoned(row.flow_runs, states):
-            note = f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {row.run}"
+            note = f"it still runs, but Prefect calls it cancelled; to cancel it: train-litgpt cancel {row.run}"
             row = replace(row, note=note)
         flagged.append(row)
     return flagged

@@ -55,7 +55,7 @@ def require_server() -> None:
     """Raise ConfigProblem or ServerUnreachable unless the configured server can be used."""
     address = server_address()
     if address is None:
-        fix = "run `train-litgpt serve`, or set PREFECT_API_URL to one that runs"
+        fix = "run `train-litgpt serve`, or set PREFECT_API_URL to a server that runs"
         raise ConfigProblem("there is no Prefect server", fix=fix)
     try:
         # The engine checks the same, but with retries: it would wait 17 minutes for a firewall that drops packets.
@@ -125,7 +125,7 @@ class OwnServer:
                 code = self._process.poll()
                 if code is not None:
                     raise ServerUnreachable(
-                        f"Prefect's own server for this run ended with {code} before it was up; its output is "
+                        f"Prefect's own server for this run ended with code {code} before it was up; its output is "
                         "above. Try again, or start a server that stays: `train-litgpt serve`"
                     )
                 with suppress(httpx.TransportError):

@@ -79,7 +79,7 @@ async def sweep_litgpt(config: SweepConfig) -> list[dict[str, Any]]:
     table, best = sweeps.table(outcomes), best_yaml(outcomes)
     await acreate_table_artifact(table, key=f"sweep-{sweep}", description="Trials, best first")
     if best is None:
-        why = outcomes[0].ended if outcomes else "none was begun"
+        why = outcomes[0].ended if outcomes else "no trial was started"
         raise LauncherError(f"no trial of {len(outcomes)} has a model; the first: {why}")
     page = await asyncio.to_thread(sweeps.html, sweep, outcomes, state.search)
     await asyncio.to_thread(state.storage.write, "sweep.html", page.encode())
@@ -103,11 +103,11 @@ async def gpus(count: int, *, lease: float = 300.0) -> AsyncIterator[None]:
         yield
         return
     if count > limit.limit:  # Prefect would wait for them forever
-        what = f"the trial takes {count} slots (nodes x processes), and Prefect's limit {GPUS} has {limit.limit}"
+        what = f"the trial needs {count} slots (nodes x processes), but Prefect's limit {GPUS} has {limit.limit}"
         raise LauncherError(what, fix=f"raise it: prefect gcl update {GPUS} --limit {count}")
     if limit.active_slots + count > limit.limit:
         taken = f"{limit.active_slots} of {limit.limit} are taken"
-        emit(Note(what=f"waits for {count} slots of Prefect's limit {GPUS}: {taken}"))
+        emit(Note(what=f"waiting for {count} slots of Prefect's limit {GPUS}: {taken}"))
     # A training continues if the lease is lost while Prefect's server restarts.
     async with concurrency(GPUS, count, lease_duration=lease, raise_on_lease_renewal_failure=False):
         yield
@@ -190,7 +190,7 @@ class _Sweep:
         usd = sum(outcome.usd or 0.0 for outcome in outcomes)
         is_spent = hours >= (settings.max_gpu_hours or math.inf) or usd >= (settings.max_usd or math.inf)
         if is_spent:
-            emit(Note(what=f"no further trial begins: {hours:,.2f} GPU hours and ${usd:,.2f} are spent"))
+            emit(Note(what=f"no further trial starts: {hours:,.2f} GPU hours and ${usd:,.2f} are spent"))
         return is_spent
 
     async def worker_loop(self) -> None:
@@ -281,8 +281,8 @@ class _Sweep:
             if attempts.live() is not None:
                 attempts.cancel(patience=timeouts.CANCELLATION)
         except PlatformUnreachable as error:  # the other trials continue
-            what = f"{run.name} is pruned, but its job may still be running: {error}"
-            emit(Note(what=f"{what}; cancel it: train-litgpt cancel {run.name}", severity="warning"))
+            what = f"{run.name} is pruned, but its job may still be running: {error}; cancel it: train-litgpt cancel "
+            emit(Note(what=f"{what}{run.name} --root {run.root.address()}", severity="warning"))
 
     def _attempts(self, run: Run) -> Attempts:
         return Attempts(index=self.index, run=run.name, open_platform=platform_opener(self.config.platform))

@@ -19,11 +19,11 @@ class MeasureSettings(Settings, title="Measurement"):
     """The settings of a measurement: how much is measured, and the floor that the result is compared with."""
 
     seconds: WholeSeconds = Field(60, ge=4, le=3600)
-    """Seconds for one measurement; half of them for all-reduce among 2, 4, 8, … ranks, half for pairs of nodes."""
+    """Seconds for one measurement: half for all-reduce among 2, 4, 8, … ranks, and half for pairs of nodes."""
     largest: Count | None = Field(None, ge=2**20)
     """Bytes of the largest tensor; empty is 1 GiB on GPUs and 64 MiB on gloo."""
     compare: bool = False
-    """Measure again over plain sockets, as a second job."""
+    """Measure again over TCP sockets in a second job, to compare both."""
 
 
 class BenchmarkConfig(Settings):
@@ -32,7 +32,7 @@ class BenchmarkConfig(Settings):
     name: str = Field("network", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
     root: PathOrUri = "output"
-    """A folder, or gs://bucket/prefix, that the results are written under."""
+    """The folder, or gs://bucket/prefix, under which the results are stored."""
     measure: MeasureSettings = MeasureSettings()
     """The measurement."""
     image: Image = NoImage(kind="none")
@@ -45,9 +45,8 @@ class BenchmarkConfig(Settings):
     @model_validator(mode="after")
     def _has_links(self) -> Self:
         if self.platform.nodes * self.platform.processes_per_node < 2:
-            raise ValueError(
-                "platform has one node of one process: nothing to measure; raise nodes or processes_per_node"
-            )
+            what = "platform.nodes=1 with platform.processes_per_node=1 has no network to measure"
+            raise ValueError(f"{what}; raise one of them")
         return self
 
     def jobs(self) -> list[ScriptConfig]:

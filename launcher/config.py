@@ -164,11 +164,11 @@ class RunConfig(Settings):
         if self.train.strategy == "hybrid" and 1 in (nodes, processes):
             problem = "train.strategy=hybrid shards over the processes of a node and copies to the other nodes"
             size = f"the run has platform.nodes={nodes} with platform.processes_per_node={processes} each"
-            raise ValueError(f"{problem}, but {size}; take train.strategy=fsdp, or at least 2 of both")
+            raise ValueError(f"{problem}, but {size}; set train.strategy=fsdp, or raise both to at least 2")
         profiler = self.train.profiler
         if profiler is not None and max(profiler.ranks) >= self.world_size:
             problem = f"train.profiler.ranks={list(profiler.ranks)} has ranks that do not exist"
-            raise ValueError(f"{problem}: the run has {self.world_size}, the first is 0")
+            raise ValueError(f"{problem}; list ranks from 0 to {self.world_size - 1}")
         return self
 
     @model_validator(mode="after")
@@ -214,8 +214,8 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     max_restarts: Count = Field(0, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions, unless in `restart_policy`."""
     restart_policy: RestartSettings = RestartSettings()
-    """The rules for new attempts, by class of failure. Scripts' checkpoints are unknown to us, so every restart
-    counts."""
+    """The rules for new attempts, by class of failure. The checkpoints of a script are unknown, so that each of its
+    attempts counts."""
     image: Image = NoImage(kind="none")
     """The software of the nodes."""
     platform: PlatformConfig = default_settings()
@@ -287,7 +287,7 @@ class SweepSettings(Settings, title="Sweep"):
     sampler: Literal["grid", "random", "tpe"] = "grid"
     """`grid` runs all combinations, `random` draws, `tpe` draws near the best trials so far."""
     trials: Count | None = Field(None, gt=0, le=10_000)
-    """The number of trials that `random` and `tpe` draw, without draws that cannot be used."""
+    """The number of trials that `random` and `tpe` draw. Draws that cannot be used do not count."""
     seed: Count = 0
     """The seed of the draws."""
     objectives: tuple[Objective, ...] = Field(("validation_loss",), min_length=1)
@@ -323,7 +323,7 @@ class SweepSettings(Settings, title="Sweep"):
             problem = f"sweep.trials={self.trials} needs a sampler that draws"
             raise ValueError(f"{problem}; set sweep.sampler to tpe or random")
         if self.sampler != "grid" and self.trials is None:
-            raise ValueError(f"sweep.sampler={self.sampler} draws trials without end; set sweep.trials")
+            raise ValueError(f"sweep.sampler={self.sampler} draws trials without end; set sweep.trials to their number")
         if self.prune is not None and self.objectives != ("validation_loss",):
             raise ValueError(f"sweep.prune={self.prune} compares only validation losses; leave sweep.objectives out")
         return self
@@ -398,7 +398,7 @@ def config_document(
     document = overridden(read_yaml(path) | read_platform_file(platform_file), overrides_of(assignments))
     if "platform" in document and document.keys() <= set(PLATFORM_FILE_SECTIONS):
         problem = f"{path} is a platform file: it has only {', '.join(document)}, which say where a config runs"
-        raise ConfigProblem(f"{problem}; give a config, and behind it --platform {path}")
+        raise ConfigProblem(f"{problem}; give a config, followed by --platform {path}")
     return document
 
 
@@ -521,7 +521,7 @@ def _message(problem: ErrorDetails, kind: type[Settings]) -> str:
         case "missing":
             return "is required, but not given"
         case "union_tag_not_found":
-            return "is required, but not given; it says which kind of settings these are"
+            return "is required, but not given; it chooses the kind of these settings"
         case "union_tag_invalid":
             return f"{problem['ctx']['tag']!r} is unknown; choose one of {problem['ctx']['expected_tags']}"
         case "string_type" if isinstance(value, bool | date):  # YAML no longer knows how it was written

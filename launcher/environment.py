@@ -78,8 +78,8 @@ def node_environment(
     text = json.dumps(fields, separators=(",", ":"))
     rows = [
         *before,
-        Entry(name=NETWORK, value=text, origin="platform", why="what the node has to know of its network"),
-        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear when they are printed"),
+        Entry(name=NETWORK, value=text, origin="platform", why="the network, which the node checks"),
+        Entry(name="PYTHONUNBUFFERED", value="1", origin="platform", why="log lines appear at once"),
         *more,
     ]
     return combined(rows, job.env, settings.env, network)
@@ -134,7 +134,7 @@ def _conflicts(by_job: Mapping[str, Entry], others: Mapping[str, Entry]) -> Iter
             continue
         fix = "leave it out of env"
         if entry.origin in {"profile", "script"}:
-            fix = "if that is meant, set it in platform.env instead"
+            fix = "to replace that value, set it in platform.env instead"
         setter = _SETTERS[entry.origin]
         yield f"env sets {name}={value}, and {setter} sets {name}={entry.value or entry.field}; {fix}"
 

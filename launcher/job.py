@@ -30,7 +30,7 @@ Moment: TypeAlias = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 
 MACHINE = r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?"
 MachineName: TypeAlias = Annotated[str, Field(pattern=f"^{MACHINE}$")]
-"""The name of a machine that can be excluded, which is the value of a label. Nodes may report anything as theirs."""
+"""The name of a machine that can be excluded, which is the value of a label. A node can report any text as its name."""
 
 RUN_LABEL = "train-litgpt/run"
 ATTEMPT_LABEL = "train-litgpt/attempt"

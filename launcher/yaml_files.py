@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigProblem(f"{path} cannot be read as YAML: {error}") from error
     if not isinstance(document, dict):
-        raise ConfigProblem(f"{path} holds no settings; write `name: …`, `train: …` and so on")
+        raise ConfigProblem(f"{path} has no settings; write `name: …`, `train: …` and so on")
     return document
 
 
@@ -55,8 +55,8 @@ for _tag in (_INT, _FLOAT):
 _MISTAKES = {
     "'\\t'": "has a tab, but YAML needs spaces",
     "mapping values are not allowed": "cannot be a setting: it or the line above it is indented wrongly or "
-    "lacks a colon with a space behind it, or a value with a colon needs quotes",
-    "expected <block end>": "is not below the settings of its section; put them below one another",
+    "lacks a colon followed by a space, or a value with a colon needs quotes",
+    "expected <block end>": "is not indented like the other settings of its section; indent all of them alike",
 }
 
 # Characters that look like a space but are not a space for YAML: web pages and word processors insert U+00A0.

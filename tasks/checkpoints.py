@@ -138,6 +138,6 @@ async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
         if final is not None:
             return final
     raise DataError(
-        f"the job that collects {run.name} ended well, but {run.storage.address(FINAL)} is incomplete",
-        fix="run it again; if it ends so again, something removes files there",
+        f"the job that collects {run.name} succeeded, but {run.storage.address(FINAL)} is incomplete",
+        fix="run it again; if that folder is incomplete again, another program removes files there",
     )

@@ -143,7 +143,7 @@ class MapExecutor(ExitStack):
         try:
             for future in futures.as_completed(pending):
                 if self._over.is_set():
-                    raise JobCancelled("the preparation was stopped; the same command continues with the rest")
+                    raise JobCancelled("the preparation was stopped; run the same command again to continue")
                 self._result(future)  # a failed one ends the step now, and not when its turn comes
                 ended.add(future)
                 while yielded < len(pending) and pending[yielded] in ended:
@@ -180,7 +180,7 @@ class MapExecutor(ExitStack):
             raise LauncherError(
                 f"dataset_workers.kind={self._workers.kind}: a worker was lost, or the connection to it: "
                 f"{type(error).__name__}: {error}",
-                fix="run again, finished work is kept; if the error comes back, memory is short: take fewer workers",
+                fix="run again: finished work is kept. If it fails again, memory is short: take fewer workers",
                 fault=next(fault for kind, fault in losses.items() if isinstance(error, kind)),
                 no_retry=True,
             ) from error

@@ -62,8 +62,8 @@ async def evaluate(run: str, evaluation: EvaluationConfig) -> FinalManifest:
 def _model_of(run: Storage) -> FinalManifest:
     final = exported(run)
     if final is None or final.huggingface is None:
-        what = f"{run.address(HUGGINGFACE)} does not exist, but only it can be scored"
-        raise UserError(what, fix="run the training to its end, or `train-litgpt collect`")
+        what = f"{run.address(HUGGINGFACE)} does not exist, but an evaluation needs it"
+        raise UserError(what, fix="run the training to its end, or run `train-litgpt collect RUN`")
     return final
 
 
@@ -147,8 +147,8 @@ async def _evaluated(
 ) -> Evaluation:
     needed, room = 4 * parameters, host_memory()
     if needed > room and not (gpu and gpu_names()):
-        what = f"the weights of {run.address()} take {bytes_text(needed)} in float32, and this machine has "
-        fix = f"evaluate it where there is more memory, or a GPU: train-litgpt evaluate {run.address()}"
+        what = f"the weights of {run.address()} take {bytes_text(needed)} in float32, but this machine has "
+        fix = f"evaluate it on a machine with more memory or a GPU: train-litgpt evaluate {run.address()}"
         raise UserError(f"{what}{bytes_text(room)} of memory", fix=fix)
     command = [*PYTHON, "-m", "litgpt_demo.export.evaluation", run.address()]
     if step is not None:
@@ -160,7 +160,7 @@ async def _evaluated(
         # The libraries would retry for minutes; their cache needs no network.
         environ["HF_HUB_OFFLINE"] = "1"
         if step is None:  # else each checkpoint would repeat it
-            emit(Note(what="the Hugging Face Hub cannot be reached: tasks are taken from the cache of this machine"))
+            emit(Note(what="the Hugging Face Hub cannot be reached: tasks are read from the cache of this machine"))
     log, printed, shown = f"{path.removesuffix('.json')}.log", deque[str](maxlen=_MOST_LINES), ""
     clean = Cleaner()
 

@@ -325,11 +325,11 @@ def _nodes_to_exclude(handle: JobHandle) -> tuple[str, ...]:
     reported = handle.nodes_to_exclude(diagnoses[:-1])
     for machine in machines:
         numbers = ", ".join(str(diagnosis.attempt) for diagnosis in diagnoses if diagnosis.machine == machine)
-        blame = f"the machine {machine} is to blame for the ends of attempts {numbers}"
+        blame = f"machine {machine} caused the ends of attempts {numbers}"
         if machine in excluded:
             warn(f"{blame}; the next attempt avoids it")
         elif machine not in reported and not handle.config.platform.on_this_machine:
-            warn(f"{blame}, but cannot be avoided: {fix}")
+            warn(f"{blame}, but {handle.platform.name} cannot avoid it: {fix}")
     return excluded
 
 
@@ -340,7 +340,7 @@ async def query_platform(handle: JobHandle, query: Callable[[], T]) -> T:
 
 
 def _warn_of_silence(error: LauncherError) -> None:
-    warn(f"{error}; waiting, the job continues")
+    warn(f"{error}; waiting for an answer, while the job continues")
 
 
 def flow_runs() -> list[str]:
@@ -516,9 +516,9 @@ class LogRouter:
                 warn(f"{name} waits: {reason}" if is_waiting else f"{name}: {reason}")
         if status.refused is not None:
             what, fix = status.refused.what, status.refused.fix
-            raise JobRefused(f"the platform keeps refusing {name}, and the job was cancelled: {what} -> {fix}")
+            raise JobRefused(f"the platform keeps refusing {name}, so that the job was cancelled: {what} -> {fix}")
         if previous is not None and status.restarts > previous.restarts:
-            warn(f"{name} was restarted by its platform, {status.native}")
+            warn(f"its platform restarted {name}: {status.native}")
         begins = previous is None or previous.state is JobState.PENDING
         # At first sight the platform's words are reported only if they say more than the state: Slurm's have a number.
         if begins and status.state is JobState.RUNNING and status.native.lower() != status.state:
@@ -598,7 +598,7 @@ class LogRouter:
         self._warned.add(warning)
         if len(self._warned) <= _MOST_WARNINGS:
             return True
-        warn("the job prints more warnings; they are in its logs")
+        warn("the job prints more warnings, which are only in its logs")
         return False
 
     def flush_log(self) -> None:

@@ -140,9 +140,10 @@ def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] =
     if seconds:
         sends += f", {seconds:.2g} s at {how}"
     if seconds and products:
-        sends += f", and the products take {products:.2g} s"
         if seconds <= products:
-            return replace(fitting["fsdp"], why=f"it takes least memory and sends {sends}, which hide it")
+            hidden = f"which the matrix products of {products:.2g} s hide"
+            return replace(fitting["fsdp"], why=f"it takes least memory and sends {sends}, {hidden}")
+        sends += f", and the matrix products take {products:.2g} s"
     why = f"each node holds a copy and sends {bytes_text(int(over_nodes))} a step"
     return replace(fitting["hybrid"], why=f"{why}; fsdp would send {sends}")
 
@@ -263,7 +264,7 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
     is_certain = certain > device.memory or likely > margin * device.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
-    parts = f"{bytes_text(certain)} whatever the batch and the rest for {tokens}"
+    parts = f"{bytes_text(certain)} for any batch and the rest for {tokens}"
     what = f"the training takes about {bytes_text(likely)} per process, {parts}, but {device.name} has "
     what += bytes_text(device.memory)
     yield Finding("error" if is_certain else "warning", "train.memory", what, _fix_of_memory(needed, device))
@@ -286,7 +287,7 @@ def _fix_of_memory(needs: Needs, device: Device) -> str:
     more = _more_processes(needs, device)
     if more:
         return f"{more}, or {smaller}; {_MISSING}"
-    return f"{smaller}, or devices with more memory; {_MISSING}"
+    return f"{smaller}, or take devices with more memory; {_MISSING}"
 
 
 def _more_processes(needs: Needs, device: Device) -> str:

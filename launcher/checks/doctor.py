@@ -26,7 +26,7 @@ from litgpt_demo.secrets import redacted
 _GIB = 2**30
 # The required packages, and the versions that are known to work together.
 _NEEDED = {"torch": "2.13", "lightning": "2.6", "litgpt": "0.5.13", "gigatoken": "0.10", "prefect": "3.8"}
-_TOOLS = {"git": "without it the commit of the code is not recorded with a run", "docker": "for image.kind=docker only"}
+_TOOLS = {"git": "without it, runs do not record the commit of the code", "docker": "for image.kind=docker only"}
 
 
 def examine_environment(root: str = "output", *, served: str | None = None) -> Iterator[Finding]:
@@ -54,7 +54,7 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         if size < _GIB:
-            fix = "NCCL and data loaders need at least 1 GB: docker run --shm-size=4g"
+            fix = "NCCL and data loaders need at least 1 GB; in a container, use docker run --shm-size=4g"
             yield Finding("warning", "machine.shm", f"/dev/shm has {bytes_text(size)}", fix)
     yield Finding("info", "machine.cores", f"{os.cpu_count()} cores")
     gpus = ", ".join(f"{count} {name}" for name, count in Counter(gpu_names()).items())
@@ -65,7 +65,7 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
         yield Finding("info", "network.loopback", "ranks can meet on 127.0.0.1")
     except OSError as error:
         what = f"processes cannot meet on 127.0.0.1 ({error.strerror or error})"
-        fix = "ranks meet over loopback; bring the interface up: ip link set lo up"
+        fix = "bring the loopback interface up, over which ranks meet: ip link set lo up"
         yield Finding("error", "network.loopback", what, fix)
     address = os.environ.get("PREFECT_API_URL") or served
     server_name = f"Prefect's server at {redacted(address or '')}"  # the address may contain a password
@@ -75,10 +75,10 @@ def examine_environment(root: str = "output", *, served: str | None = None) -> I
             yield Finding("info", "prefect.server", f"{server_name} answers")
         else:
             what = "no Prefect server is configured or running: `run` starts a temporary one"
-            yield Finding("info", "prefect.server", what, "train-litgpt serve starts a permanent one, with the UI")
+            yield Finding("info", "prefect.server", what, "`train-litgpt serve` starts a permanent one, with the UI")
     except (URLError, HTTPException, OSError, ValueError) as error:
         what = f"{server_name} does not answer ({one_line(error)})"
-        yield Finding("error", "prefect.server", what, "train-litgpt serve, or unset PREFECT_API_URL")
+        yield Finding("error", "prefect.server", what, "start it with `train-litgpt serve`, or unset PREFECT_API_URL")
     for name, why in _TOOLS.items():
         path = shutil.which(name)
         if path is not None:

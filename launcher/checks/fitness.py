@@ -54,7 +54,7 @@ def check_fitness(config: RunConfig | ScriptConfig, pinned: str | None = None) -
     elif reference is not None and network is not None:
         yield from _softened(config, network, _check_pinned(config, reference, network))
     elif isinstance(image, PrebuiltImage):
-        what = f"{image.reference} brings its own torch and NCCL, and its network needs no special version"
+        what = f"{image.reference} has its own torch and NCCL, and platform.network needs no particular version of them"
         yield Finding("info", "image.stack", what)
 
 
@@ -65,7 +65,7 @@ def _softened(config: RunConfig | ScriptConfig, network: Network, found: Iterabl
             yield finding
         elif any(variable.name == "NCCL_NET" for variable in network.environment):
             what = f"{finding.what}; NCCL stops, on one node too, if it cannot load the network that NCCL_NET names"
-            yield replace(finding, severity="warning", what=what, fix="one node needs no fabric: set network=tcp")
+            yield replace(finding, severity="warning", what=what, fix="set platform.network=tcp for one node")
 
 
 def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: Network | None) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
     if stack is None:
         if network is not None:
             what = f"the NCCL of an image from {image.dockerfile} is not known before it is built"
-            fix = "name the stack that it installs in image.stack; otherwise its labels are read after the build"
+            fix = "set image.stack to the stack that it installs; otherwise its labels are read after the build"
             yield Finding("warning", "image.unknown", what, fix)
         return
     findings: list[Finding] = []
@@ -86,7 +86,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
         findings += _softened(config, network, checked)
         if image.dockerfile is not None:
             what = f"image.stack says that {image.dockerfile} installs {stack}, but this was not checked"
-            fix = "let it write labels (docs/concepts/images.md), which are read after the build"
+            fix = "write labels in it (docs/concepts/images.md); they are read after the build"
             findings.append(Finding("warning", "image.unproved", what, fix))
     yield from findings
     if any(finding.severity == "error" for finding in findings):
@@ -102,7 +102,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
         installed = config.platform.driver  # the platform installs it on the nodes
         if installed is not None and re.match(r"\d", installed) and version(installed) < version(oldest):
             what = f"platform.gpu_driver={installed} is too old for the image, which needs {oldest} or newer"
-            yield Finding("error", "image.driver", what, "leave platform.gpu_driver out, or name a newer one")
+            yield Finding("error", "image.driver", what, "leave platform.gpu_driver out, or set it to a newer one")
         facts.append(f"the nodes need GPU driver {oldest} or newer")
     yield Finding("info", "image.stack", "; ".join(facts))
 
@@ -151,5 +151,5 @@ def _fit_text(contents: Contents, network: Network | None) -> str:
     plugin = f"{network.node.name} {network.pair.plugin}" if network.pair else network.node.name
     fit = network.node.nccl_fit(contents.nccl)
     if fit is NcclFit.UNSTATED:
-        return f"{plugin} does not state the NCCL that it needs"
+        return f"{plugin} does not say which NCCL it needs"
     return f"{fit.value} for {plugin}"

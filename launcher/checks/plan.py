@@ -148,9 +148,9 @@ def previews(config: AnyConfig) -> dict[str, Submission]:
         submission = handle.platform.render(job)
         unknown = [finding.what for finding in inspection.findings if finding.severity == "unknown"]
         if job.nonce == PREVIEW:
-            unknown.append(f"{PREVIEW}, at the end of the job's name, stands for a random number of each attempt")
+            unknown.append(f"{PREVIEW} at the end of the job's name is a placeholder for each attempt's random number")
         if job.image is None and handle.config.platform.in_containers:
-            unknown.append(f"{UNBUILT} stands for the image: the image step builds it, and names it by its digest")
+            unknown.append(f"{UNBUILT} is a placeholder for the digest of the image, which the image step builds")
         submissions[title] = replace(submission, unknown=(*unknown, *submission.unknown))
     return submissions
 

@@ -88,18 +88,18 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
             needs = "needs a GPU that multiplies in float8 (H100, L4 or newer), and this machine has none"
-            yield Finding("error", "train.float8", f"train.float8=true {needs}", "leave it off")
+            yield Finding("error", "train.float8", f"train.float8=true {needs}", "leave train.float8 out")
         if train.precision.startswith("16"):
             what = f"train.precision={train.precision} needs a GPU, and this machine has none"
-            yield Finding("error", "train.precision", what, "use 32-true or bf16-mixed")
+            yield Finding("error", "train.precision", what, "set train.precision to 32-true or bf16-mixed")
         elif train.precision.startswith("bf16"):
             what = f"train.precision={train.precision} is emulated on most CPUs and slow"
-            yield Finding("warning", "train.precision", what, "use 32-true here")
+            yield Finding("warning", "train.precision", what, "set train.precision=32-true")
     if not config.platform.in_containers:
         yield from check_packages(os.environ)
     if config.world_size == 1 and train.strategy != "auto":  # Fabric ignores it silently
-        what = f"train.strategy={train.strategy} is ignored: there is one process"
-        yield Finding("warning", "train.strategy", what, "raise platform.nodes or platform.processes_per_node")
+        what = f"train.strategy={train.strategy} has no effect, because the run has one process"
+        yield Finding("warning", "train.strategy", what, "leave it out, or raise platform.processes_per_node")
     if config.evaluation is not None:
         yield from check_evaluation(config.evaluation)
     yield from check_memory(config, vocab_size=vocab_size)
@@ -117,12 +117,12 @@ def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]
         )
     rows = train.micro_batch * model.sequence_length
     if train.float8 and experts:
-        what = "train.float8=true multiplies in multiples of 16 rows, but an expert sees any number of tokens"
-        yield Finding("error", "train.float8", what, "leave it off")
+        what = "train.float8=true multiplies in multiples of 16 rows, but an expert gets any number of tokens"
+        yield Finding("error", "train.float8", what, "leave train.float8 out")
     elif train.float8 and rows % 16:
         what = "train.float8=true multiplies in multiples of 16 rows, but train.micro_batch="
         what += f"{train.micro_batch} x model.sequence_length={model.sequence_length} are {rows:,}"
-        yield Finding("error", "train.float8", what, "change the micro-batch or the length, or leave float8 off")
+        yield Finding("error", "train.float8", what, "change one of the two, or leave train.float8 out")
 
 
 def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int | None) -> Iterator[Finding]:
@@ -137,7 +137,7 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
     remote = run.config.platform.in_containers or is_remote(run.config.root)
     if origin.kind == "checkpoint" and remote and not is_remote(origin.address):
         what = f"model.init_from: {origin.address} is on this machine, but the nodes are not"
-        yield Finding("error", "model.init_from.place", what, "copy that run's folder into a bucket, and name it there")
+        yield Finding("error", "model.init_from.place", what, "copy that folder into a bucket, and give this address")
     if vocab_size is not None:
         yield from origin_problems(run, origin, vocab_size=vocab_size)
 
@@ -177,7 +177,7 @@ def check_place(config: RunConfig | ScriptConfig, platform: Platform, job: Job) 
         fix = "set image to {kind: docker, repository: …} or {kind: prebuilt, reference: …}"
         findings.append(Finding("error", "image.missing", what, fix))
     elif not config.platform.in_containers and not isinstance(image, NoImage):
-        what = f"platform {platform.name} runs this very environment; image.kind={image.kind} is not used"
+        what = f"platform {platform.name} runs no container, so that image.kind={image.kind} is not used"
         findings.append(Finding("warning", "image.unused", what, "set image to {kind: none}"))
     if machine is not None and isinstance(image, BuiltImage) and image.architecture != machine.arch:
         what = f"image.architecture={image.architecture}, but a {machine.name} is {machine.arch}"
@@ -207,7 +207,7 @@ def _check_region(root: str, region: str | None) -> Iterator[Finding]:
         prefix = next((start for name, start in _AREAS.items() if location.startswith(name)), "")
     if not region.startswith(prefix):
         what = f"the bucket of root={root} is in {location}, but the machines are in {region}"
-        fix = f"take a bucket in {region}; traffic between regions is slow and costs by the gigabyte"
+        fix = f"take a bucket in {region}: traffic between regions is slow and costs by the gigabyte"
         yield Finding("warning", "root.region", what, fix)
 
 
@@ -230,7 +230,7 @@ def check_root(root: str) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     if free < _GIB:
         what = f"root={root} has {bytes_text(free)} free"
-        yield Finding("warning", "root.disk-space", what, "free some, or choose another root")
+        yield Finding("warning", "root.disk-space", what, "free some space, or choose another root")
 
 
 def check_workers(workers: Workers) -> list[Finding]:
@@ -240,13 +240,13 @@ def check_workers(workers: Workers) -> list[Finding]:
         return []
     if importlib.util.find_spec("distributed") is None:
         what = "dataset_workers.kind=dask needs a package that is not installed"
-        fix = f"{install_extra('dask')}, here and on the cluster; or take threads or processes"
+        fix = f"{install_extra('dask')}, here and on the cluster; or set dataset_workers.kind=threads"
         return [Finding("error", "dataset_workers.dask-missing", what, fix)]
     try:
         address = urlsplit(workers.scheduler)
         socket.create_connection((address.hostname or "", address.port or 8786), timeout=5).close()
     except (OSError, ValueError) as error:
-        what = f"dataset_workers.scheduler={workers.scheduler} does not answer ({error})"
+        what = f"dataset_workers.scheduler={workers.scheduler} does not accept a connection ({error})"
         return [
             Finding("error", "dataset_workers.scheduler", what, "start it with `dask scheduler`, or fix the address")
         ]
@@ -272,7 +272,7 @@ def check_script(script: Script, platform: Platform, job: Job) -> Iterator[Findi
         what = f"{setting} is a path in the image, but nodes start in a folder of their own"
         yield Finding("error", "script.relative", what, "give its absolute path in the image, or `-m package.module`")
     elif not config.platform.in_containers and not Path(program).is_file():
-        fix = "paths are relative to the folder you start from"
+        fix = "give a path from the folder where you start the command, or an absolute one"
         yield Finding("error", "script.missing", f"{setting}: {program} is not a file", fix)
     yield from check_place(config, platform, job)
 

@@ -60,7 +60,7 @@ class Context:
                     opened.addfile(_entry("pip.conf", size=len(content)), io.BytesIO(content))
             return digest
         except (OSError, ValueError) as error:
-            fix = f"fix the path, permission or pattern, or name the file in {self.folder / '.dockerignore'}"
+            fix = f"fix the path, permission or pattern, or list the file in {self.folder / '.dockerignore'}"
             raise ImageProblem(f"the build context cannot be read: {error}; {fix}") from error
 
     @contextmanager

@@ -60,8 +60,8 @@ def build_here(build: Build, *, program: str, log: Log, pause: Pause = time.slee
     engines = ("docker", "podman") if program == "auto" else (program,)
     engine = next((engine for engine in engines if shutil.which(engine)), None)
     if engine is None:
-        fix = "install Docker or Podman, take image.kind=cloudbuild, or name an image (kind: prebuilt, reference: …)"
-        raise ImageProblem(f"image.engine={program}: there is no {' or '.join(engines)} command here", fix=fix)
+        fix = "install Docker or Podman, set image.kind=cloudbuild, or give an image: {kind: prebuilt, reference: …}"
+        raise ImageProblem(f"image.engine={program}: this machine has no command {' or '.join(engines)}", fix=fix)
     run = partial(run_engine, engine, subject=build.tag, log=log, pause=pause)
     with build.context.tar() as tar:
         run([*build_command(engine, build), "-"], stdin=tar)

@@ -31,7 +31,7 @@ class PrebuiltImage(Settings, title="Prebuilt image"):
         reference = ImageReference.parse(text)
         if reference.digest is None and reference.tag in {None, "latest"}:
             fix = f"write {reference.repository}:<version> or {reference.repository}@sha256:<digest>"
-            raise ValueError(f"{text!r} has no tag but latest, and would be another image tomorrow; {fix}")
+            raise ValueError(f"{text!r} has no tag or the tag latest, which can be another image tomorrow; {fix}")
         return text
 
 
@@ -65,7 +65,7 @@ class BuiltImage(Settings):
     def _has_no_tag(cls, text: str) -> str:
         reference = ImageReference.parse(text)
         if reference.tag or reference.digest:
-            raise ValueError(f"{text!r}: the tag of an image that is built is its hash; write {reference.repository}")
+            raise ValueError(f"{text!r} has a tag, but a built image gets its hash; write {reference.repository}")
         return text
 
     @property
@@ -87,7 +87,7 @@ class BuiltImage(Settings):
         if self.stack is not None and self.stack not in STACKS:
             raise ValueError(f"image.stack={self.stack!r} is unknown; choose one of {', '.join(STACKS)}")
         if self.pip_config is not None and self.dockerfile is not None:
-            raise ValueError("image.pip_config is for the product's own Dockerfile, not for yours; leave one out")
+            raise ValueError("image.pip_config and image.dockerfile exclude each other; leave one out")
         for name in ("STACK", "LABELS"):
             is_set_by_stack = self.dockerfile is None or (name == "STACK" and self.stack is not None)
             if is_set_by_stack and name in self.build_args:
@@ -134,9 +134,9 @@ class CloudBuildImage(BuiltImage, title="Built with Google Cloud Build"):
     def _can_be_built_there(self) -> Self:
         if self.pip_config is not None:
             what = "image.pip_config may hold a password, and would be stored in the root's bucket for the builder"
-            raise ValueError(f"{what}; take image.kind=docker, or leave it out")
+            raise ValueError(f"{what}; set image.kind=docker, or leave it out")
         if not self.billed:
-            raise ValueError(f"image.repository={self.repository!r} names no project for the build; set image.project")
+            raise ValueError(f"image.repository={self.repository!r} has no project for the build; set image.project")
         return self
 
 

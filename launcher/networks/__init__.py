@@ -79,15 +79,15 @@ def require_fit(section: Any) -> Any:
     name, machine = section.network, section.machine_type
     network = NETWORKS[name]
     if machine is None and not network.unlisted:
-        fix = f"name one in platform.machine, or take {DEFAULT}"
-        raise ValueError(f"platform.network={name} belongs to particular machines; {fix}")
+        fix = f"set platform.machine, or platform.network={DEFAULT}"
+        raise ValueError(f"platform.network={name} works only on certain machines; {fix}")
     if machine is not None and machine.name not in network.machines:
-        fix = f"take {' or '.join(networks_of(machine))}"
-        raise ValueError(f"platform.network={name}, which a {machine.name} has not got; {fix}")
+        fix = f"set it to {' or '.join(networks_of(machine))}"
+        raise ValueError(f"platform.network={name}, but platform.machine={machine.name} has no hardware for it; {fix}")
     for setting, field in type(section).model_fields.items():
         owners = [owner for owner, known in NETWORKS.items() if setting in known.setting_names]
         value = getattr(section, setting)
         if owners and name not in owners and value != field.default:
-            what = f"platform.{setting}={value} means nothing to platform.network={name}"
-            raise ValueError(f"{what}; set network: {' or '.join(owners)}, or leave it out")
+            what = f"platform.{setting}={value} is not a setting of platform.network={name}"
+            raise ValueError(f"{what}; leave it out, or set platform.network to {' or '.join(owners)}")
     return section

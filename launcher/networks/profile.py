@@ -280,7 +280,7 @@ def find_pair(pairs: tuple[ReleasePair, ...], tag: str, daemon_tag: str, *, name
     releases = ", ".join(pair.plugin for pair in pairs)
     for option, text in (("plugin", tag), ("daemon", daemon_tag)):
         if text == "latest":
-            what = f"platform.network_{option}=latest is another build each time, and plugin and daemon have to match"
+            what = f"platform.network_{option}=latest changes over time, but plugin and daemon must match"
             raise ConfigProblem(what, fix=f"name a release: {releases}")
     for pair in pairs:
         if tag in {"", pair.plugin}:
@@ -302,8 +302,8 @@ def check_registry(registry: str, images: Iterable[str]) -> tuple[Finding, ...]:
     """Return an error if a mirror is set but no image comes from it."""
     if registry == REGISTRY or any("/" not in image for image in images):
         return ()
-    what = f"platform.network_registry={registry} mirrors nothing: full image paths are given"
-    return (Finding("error", "network.registry", what, "leave it out, or give tags"),)
+    what = f"platform.network_registry={registry} has no effect, because plugin and daemon have full image paths"
+    return (Finding("error", "network.registry", what, "leave it out, or give tags instead of paths"),)
 
 
 def released(

@@ -105,9 +105,9 @@ FLOOR = {2: 40.0}
 
 # The trainer is tested from torch 2.11 on, whose wheels bring NCCL 2.28 and newer; torch 2.2 is the last with 2.19.
 _WITHOUT_STACK = (
-    "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: take network=tcp (20 to 24 GB/s among "
-    "nodes instead of 66), A3 Mega with network=tcpxo, or a prebuilt image: for your script one of torch 2.2, for "
-    "our trainer one whose torch was built against NCCL 2.19 (docs/concepts/images.md)"
+    "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: set platform.network=tcp (20 to 24 GB/s "
+    "between nodes instead of 66), take A3 Mega with platform.network=tcpxo, or give a prebuilt image: for your script "
+    "one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/concepts/images.md)"
 )
 
 

@@ -84,7 +84,7 @@ SCRIPTED = net.variables(
 FLOOR = {2: 190.0}
 
 HEALTH = "/run/health-check"
-"""Appears when the daemon is ready, after about 30 s; the name must not have an underscore (_PRACTICE)."""
+"""The file that the daemon creates when it is ready, after 30 s. Its name must have no underscore (_PRACTICE)."""
 
 
 def network(context: net.NetworkContext, options: net.DaemonOptions) -> net.Network:
@@ -155,7 +155,7 @@ def _version(tag: str) -> tuple[int, ...]:
 
 
 def _daemon(release: net.Released, *, privileged: bool) -> Object:
-    """The daemon; its entry point passes SIGTERM on, so it has to be the container's process."""
+    """Return the daemon. Its entry point forwards SIGTERM, and so must be the container's process."""
     script, version = "/fts/entrypoint_rxdm_container.sh", _version(release.pair.daemon or "")
     # Flags that were retired are reported as errors (_NPX's README).
     flags = ["--num_hops=2"]

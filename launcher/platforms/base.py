@@ -17,9 +17,9 @@ class Platform(Protocol):
         """The `kind` of its settings."""
 
     is_remote_service: ClassVar[bool]
-    """Every machine that reaches the platform sees its jobs, not only the one that submitted them."""
+    """True if every machine that reaches the platform can query its jobs, and not only the submitting one."""
     poll_seconds: ClassVar[float]
-    """Seconds between two looks at a job that is followed."""
+    """Seconds between two queries for a job that is followed."""
 
     def render(self, job: Job) -> Submission:
         """Return exactly what will be sent, `job_id` included. Pure: no clock, no network, no disk."""

@@ -31,7 +31,7 @@ the permitted characters."""
 
 def only_recorded(statement: str, *, variable: str, value: str) -> ConfigProblem:
     """Return the error for an address that only a record names: everyone who writes to the root may have forged it."""
-    fix = f"if it is yours, export {variable}={value}, or give the verb a config that names it"
+    fix = f"if it is yours, export {variable}={value}, or give the command a config that names it"
     what = f"only the job's record, which others may write, says that {statement}"
     return ConfigProblem(f"{what}; {variable} is {os.environ.get(variable) or 'not set'}", fix=fix)
 
@@ -153,10 +153,10 @@ class ClusterSettings(PlatformSettings):
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to the place where its value is kept."""
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
-    """Environment variables of the nodes. They win over the network profile's. Not for secrets, because these would be
+    """Environment variables of the nodes. They win over those of the network. Do not put secrets here: these values are
     stored and shown."""
     network_test: WholeSeconds = Field(60, ge=0, le=60)
-    """Seconds that the bandwidth measurement before the training may take; 0 leaves it out."""
+    """Seconds that the network test before the training may take; 0 leaves it out."""
     grace_period: WholeSeconds = Field(30, ge=1, le=3600)
     """Seconds that ranks have to save after the signal to end."""
 
@@ -190,6 +190,6 @@ class ClusterSettings(PlatformSettings):
         """Yield a finding for each that `secrets` does not name."""
         for name in names:
             if name not in self.secrets:
-                what = f"the training needs the secret {name}, and platform.secrets does not say where it is"
-                fix = f"add it: `train-litgpt settings platform` shows how {self.kind} names secrets"
+                what = f"the training needs the secret {name}, but platform.secrets does not say where it is"
+                fix = f"add it there: `train-litgpt settings platform` shows the form for platform.kind={self.kind}"
                 yield Finding("error", "platform.secrets", what, fix)

@@ -192,8 +192,8 @@ class Attempts:
         a DataError."""
         if self.only_on_submit_host(record):
             what = f"attempt {record.attempt} of {record.run} was started on {record.host}"
-            fix = f"run the command there; if that machine is gone for good, remove {INDEX}/{record.run} under the root"
-            raise PlatformUnreachable(f"{what}, and only that machine knows of it", fix=fix, no_retry=True)
+            fix = f"run the command on that machine; if it no longer exists, remove {INDEX}/{record.run} under the root"
+            raise PlatformUnreachable(f"{what}, and only that machine can query it", fix=fix, no_retry=True)
         platform = self.open_platform(record.platform)
         if not platform.owns_job_id(record.job_id, attempt_name=record.job_name, directory=record.directory):
             what = f"the record of attempt {record.attempt} of {record.run} has the job id {record.job_id!r}"
@@ -220,7 +220,7 @@ def cancel_all(
                 remaining = ", ".join(attempts.remaining_resources()) or "nothing"
             except TrainLitgptError as error:
                 remaining = f"unknown ({error})"
-            log(f"{attempts.run} is being cancelled; still existing: {remaining}")
+            log(f"{attempts.run} is being cancelled, and these resources remain: {remaining}")
         for future, attempts in futures.items():
             try:
                 if future.result():
@@ -292,7 +292,7 @@ class JobHandle:
 
     def _conflict(self, record: AttemptRecord) -> str:
         if record.root != self.attempts.index.root.address():
-            return f"it writes to {record.root}, where this root was"
+            return f"it writes to {record.root}, from which this root was moved"
         if record.platform.get("kind") != self.config.platform.kind:
             return f"this config's platform is {self.config.platform.kind}"
         return ""

@@ -69,12 +69,12 @@ class CodeArchive:
 
     @classmethod
     def stored(cls, root: Storage, address: str) -> Self:
-        """Return the archive that an attempt was started with, from under the root; a DataError if it is not there."""
+        """Return the archive that an attempt was started with, from under the root; a DataError if it is missing."""
         digest = PurePosixPath(address).stem
         path = f"{CODE}/{digest}.tar"
         content = root.read(path, most=MOST_ARCHIVE) if root.exists(path) else b""
         if hashlib.sha256(content).hexdigest() != digest:
-            what = f"{root.address(path)} is not there any more, or is not the code that its name says"
+            what = f"{root.address(path)} was removed or changed after this flow run had started"
             raise DataError(what, fix="cancel this flow run, and start a new one")
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             return cls(sha256=digest, content=content, paths=tuple(tar.getnames()))
@@ -95,8 +95,8 @@ class CodeArchive:
                 return True
         stored = root.stat(self.path)
         if (stored.size, stored.crc32c) != (len(self.content), f"{google_crc32c.value(self.content):08x}"):
-            what = f"{root.address(self.path)} is not the code that its name says"
-            raise DataError(what, fix="see who writes there, remove it, and run again")
+            what = f"{root.address(self.path)} has other content than its name, which is a checksum, says"
+            raise DataError(what, fix="remove it, and run again")
         return False
 
 
@@ -109,7 +109,7 @@ def pack_code(setting: str, *, root: str) -> CodeArchive:
         digest = write_files(folder, list(sizes), to=content, links=False, more={})
     # The last for an unknown ~user, or a link to itself; the first of tarfile too, of a file that became shorter.
     except (OSError, ValueError, RuntimeError) as error:
-        fix = "make it readable, or leave it out; if its files change, wait, then run again"
+        fix = "make it readable, or list it in .dockerignore; if its files change, wait, then run again"
         raise ConfigProblem(f"code.folder={setting!r} cannot be read: {error}", fix=fix) from error
     if content.tell() > MOST_ARCHIVE:
         raise ConfigProblem(f"code.folder={setting} has many files with very long paths; give a folder further down")
@@ -119,7 +119,7 @@ def pack_code(setting: str, *, root: str) -> CodeArchive:
             file = tar.extractfile(member) if member.size <= _KEY_BYTES else None
             if file is not None and _KEYS.search(file.read()):
                 what = f"code.folder={setting}: {member.name} holds a private key, which readers of the root could read"
-                fix = "take it out, or name it in .dockerignore (platform.secrets brings secrets to nodes)"
+                fix = "remove it, or list it in .dockerignore (platform.secrets brings secrets to nodes)"
                 raise ConfigProblem(what, fix=fix)
     return CodeArchive(sha256=digest, content=content.getvalue(), paths=tuple(sizes))
 
@@ -134,21 +134,21 @@ def _sizes(setting: str, folder: Path, root: str) -> dict[str, int]:
     if below is not None and below.is_relative_to(folder):  # what a run writes would make other code of it each time
         left_out.append(re.sub(r"([][*?\\!#])", r"\\\1", below.relative_to(folder).as_posix()))
     paths = sorted(islice(walk(folder, read_ignore_file(folder, after=left_out)), MOST_FILES + 1))
-    fix = f"name what the job does not need in {folder / '.dockerignore'}, or give a smaller folder"
+    fix = f"list files that the job does not need in {folder / '.dockerignore'}, or give a smaller folder"
     if not paths:
-        raise ConfigProblem(f"code.folder={setting} has no files but those that are left out; check its .dockerignore")
+        raise ConfigProblem(f"code.folder={setting} has only files that are left out; check its .dockerignore")
     if len(paths) > MOST_FILES:
-        raise ConfigProblem(f"code.folder={setting} has more than {MOST_FILES:,} files, more than source code; {fix}")
+        raise ConfigProblem(f"code.folder={setting} has more than {MOST_FILES:,} files, too many for code; {fix}")
     # A link to what does not ship itself may lead out of the folder, or to a secret under another name.
     ships = {folder / path for path in paths}
     for path in paths:
         if (target := (folder / path).resolve()) not in ships:
-            what = f"code.folder={setting}: {path} is a link to {target}, but only links to files that are sent work"
-            raise ConfigProblem(what, fix="put the file there, or name the link in .dockerignore")
+            what = f"code.folder={setting}: {path} is a link to {target}, which is not sent to the nodes"
+            raise ConfigProblem(what, fix="replace the link by the file, or list it in .dockerignore")
     sizes = {path: (folder / path).stat().st_size for path in paths}
     if (total := sum(sizes.values())) > MOST_BYTES:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
         named = ", ".join(f"{path} ({bytes_text(sizes[path])})" for path in largest)
-        what = f"code.folder={setting} has {bytes_text(total)}, and code may have {bytes_text(MOST_BYTES)}"
+        what = f"code.folder={setting} has {bytes_text(total)}, but code may have at most {bytes_text(MOST_BYTES)}"
         raise ConfigProblem(f"{what}; the largest are {named}: {fix}")
     return sizes

@@ -40,8 +40,8 @@ was taken away is not broken."""
 ADVICE: Mapping[FailureClass, str] = {
     FailureClass.USER: "fix what the message names, and run again",
     FailureClass.DATA: "fix or remove what the message names, and run again; finished steps are kept",
-    FailureClass.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or turn on train.activation_checkpointing",
-    FailureClass.DISK_FULL: "make room where the message says, and run again; it resumes from the last checkpoint",
+    FailureClass.OUT_OF_MEMORY: "halve train.micro_batch (the batch stays), or set train.activation_checkpointing=full",
+    FailureClass.DISK_FULL: "make room where the message says, and run again: the run resumes from the last checkpoint",
     FailureClass.NODE: "the machine or a process on it died; a new attempt resumes from the last checkpoint",
     FailureClass.NETWORK: "a peer was lost; a new attempt resumes from the last checkpoint",
     FailureClass.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
@@ -207,7 +207,7 @@ def diagnose(
             candidates.append(replace(straggler, evidence=f"{straggler.evidence}; {complaint}"))
     finished = [report for report in usable if report.exit_code == 0]
     if all(candidate.role is Role.LOST_PEER for candidate in candidates) and len(finished) == 1:
-        early = "its program came to its end with exit code 0 while the others still needed it"
+        early = "its program ended with exit code 0 while the other nodes still needed it"
         evidence = f"{early}: {candidates[0].evidence.splitlines()[0]}"
         [report] = finished
         candidates.append(
@@ -226,7 +226,7 @@ def _without_traces(status: JobStatus, tail: Iterable[LogLine], logs: str) -> Di
     if fault is FailureClass.UNKNOWN:  # most probably its machine died
         fault = FailureClass.NODE
     lines = [str(line) for line in tail][-15:]
-    evidence = f"{status.native}; its nodes left neither a report of a failure nor a line of log"
+    evidence = f"{status.native}; its nodes left neither a report nor a log line"
     if lines:
         evidence = "\n".join([f"{status.native}; last lines:", *lines])
     return Diagnosis(fault=fault, evidence=Cleaner()(evidence), logs=logs)

@@ -52,7 +52,7 @@ MOST_EXCLUDED = 16
 
 _LONGEST_POSITION = 1 << 20  # characters; a thousand nodes have 60 kB
 _MOST_RECORD = 8 << 20  # bytes; a config of a thousand corpus files has 100 kB
-FIX = "whether its job runs cannot be known: look for the job on its platform, then remove that file"
+FIX = "check on the platform that the job does not run, then remove that file"
 
 _END_FIX = "remove that file; the attempt's end is then queried from its platform"
 _DIAGNOSIS_FIX = "remove that file; its attempt is then not counted"

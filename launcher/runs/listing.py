@@ -74,7 +74,7 @@ def resolve_target(query: str, *, root: str) -> Target:
         raise _unknown(f"no run is called {query!r}", index, newest)
     if len(candidates) > 1:
         records = [record for record in newest if {record.run, record.sweep} & candidates]
-        what = f"{query!r} is the beginning of {len(candidates)} names; give more of one"
+        what = f"{query!r} is the beginning of {len(candidates)} names; give more of its letters"
         raise UnknownRun(f"{what}:\n{_listed(records)}")
     return _target(index, newest, candidates.pop(), bad)
 
@@ -111,7 +111,7 @@ def find_started_with(config: RunConfig | ScriptConfig | BenchmarkConfig) -> Tar
     if len(matches) > 1 and isinstance(config, ScriptConfig):
         matches = _present_or_live(config, matches, index, opener)
     if len(matches) > 1 and not sweep:
-        what = f"{len(matches)} runs were started with this config, for its corpus or code changed in between"
+        what = f"{len(matches)} runs were started with this config, because its corpus or code changed in between"
         raise UnknownRun(f"{what}; name one:\n{_listed(matches)}")
     return replace(_target(index, newest, sweep or matches[0].run, bad), open=opener)
 
@@ -171,10 +171,10 @@ def _target(index: Index, newest: Iterable[AttemptRecord], name: str, bad: Damag
 def _unknown(what: str, index: Index, newest: Sequence[AttemptRecord], name: str = "") -> UnknownRun:
     address = index.root.address()
     if not newest:
-        fix = "name another root by --root, or give the config"
+        fix = "give another root with --root, or give the config"
         return UnknownRun(f"nothing has been started under {address}", fix=fix)
     records = [record for record in newest if record.name == name] or newest
-    return UnknownRun(f"{what}; there are these under {address}, to be named instead:\n{_listed(records)}")
+    return UnknownRun(f"{what}; name one of these, which are under {address}:\n{_listed(records)}")
 
 
 def _listed(records: Iterable[AttemptRecord]) -> str:

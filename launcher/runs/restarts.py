@@ -22,8 +22,8 @@ _JITTER = 0.25
 """The largest random share of a wait that is left out, so that jobs that ended together do not return together."""
 
 _HELPS: Mapping[FailureClass, str] = {
-    FailureClass.NODE: "have the machines repaired that attempts/<n>/diagnosis.json names, and run again",
-    FailureClass.NETWORK: "measure the network (flow benchmark-network), repair slow or lost links, and run again",
+    FailureClass.NODE: "have the machines of attempts/<n>/diagnosis.json repaired, and run again",
+    FailureClass.NETWORK: "measure the network (train-litgpt benchmark-network), repair slow links, and run again",
     FailureClass.HANG: "the stacks in the attempts' folders name the hung rank; raise train.hang_timeout if it is slow",
     FailureClass.PREEMPTED: "save more often (train.checkpoint_every) or raise platform.grace_period; "
     "every preemption of a script counts, because its checkpoints are unknown",
@@ -96,10 +96,11 @@ class RestartPolicy:
             ended = f"{spent} attempts ended so"
             if rule.reset_on_progress:
                 ended += " without a new checkpoint"
-            return Decision(
-                why=f"no new attempt is left after {fault}: {ended}, and restart_policy.{_setting(fault)} allows "
-                f"{rule.attempts} new ones; {_HELPS.get(fault, ADVICE[fault])}, or raise max_restarts"
-            )
+            limit = "max_restarts"
+            if getattr(self.settings, _setting(fault)).attempts is not None:
+                limit = f"restart_policy.{_setting(fault)}.attempts"
+            why = f"no new attempt is left after {fault}: {ended}, and {limit}={rule.attempts}"
+            return Decision(why=f"{why}; {_HELPS.get(fault, ADVICE[fault])}, or raise {limit}")
         if not spent:  # an attempt that costs no budget must not restart without a pause
             why = f"the attempt ended as {fault}, and left a new checkpoint"
             return Decision(wait=min(rule.wait, self.settings.longest_wait), why=why)
@@ -140,8 +141,8 @@ def without_machine(diagnosis: Diagnosis, earlier: Sequence[AttemptDiagnosis]) -
         if before.step is None or before.machine in {"", machine} or abs(before.step - step) > 1:
             continue
         why = (
-            f"attempt {before.attempt} ended so at step {before.step} on the machine {before.machine}, and this "
-            f"one at step {step} on {machine}: the program is the cause, not a machine"
+            f"attempt {before.attempt} ended so at step {before.step} on machine {before.machine}, and this one at "
+            f"step {step} on machine {machine}: the program is the cause"
         )
         return replace(diagnosis, fault=FailureClass.USER, evidence=f"{diagnosis.evidence}\n    {why}")
     return diagnosis

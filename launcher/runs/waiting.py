@@ -105,8 +105,8 @@ async def follow(
         if page.more or status.state is not JobState.ABSENT:
             last_seen = now()
         elif now() - last_seen > timeouts.PLATFORM:
-            what = f"{platform.name} has not known {job_id} for {now() - last_seen:.0f} s"
-            raise PlatformUnreachable(f"{what}; was it removed by hand?", no_retry=True)
+            what = f"platform {platform.name} has had no job {job_id} for {now() - last_seen:.0f} s"
+            raise PlatformUnreachable(what, fix="check whether another person removed it", no_retry=True)
         if page.more:
             continue
         if status.state.is_final:

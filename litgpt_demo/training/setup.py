@@ -172,7 +172,7 @@ def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.de
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
             has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
             what = f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), but this is {has}"
-            raise UserError(what, fix="leave it off")
+            raise UserError(what, fix="leave train.float8 out")
         multiply_in_float8(model)
     if train.activation_checkpointing != "none":
         contexts = partial(create_selective_checkpoint_contexts, _KEPT)

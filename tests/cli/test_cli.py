@@ -94,7 +94,7 @@ def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["plan", "poem.txt"], "holds no settings"),
+        (["plan", "poem.txt"], "has no settings"),
         (["run", "training.yaml", "train.lerning_rate=1"], "did you mean learning_rate"),
         (["run", "training.yaml", "data.corpus.paths=[none.txt]"], "no file matches it"),
         (["run", "training.yaml", "model.config={n_layer: 99, n_embd: 99999, n_head: 1}"], "[train.memory]"),
@@ -105,7 +105,7 @@ def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
         (["run", "training.yaml", "--allow-duplicate", "--replace"], "give one of them"),
         (["plan", "training.yaml", "name=My Run"], "'My Run' given; a name has lower-case letters, digits and dashes"),
         (["init", "moon"], "unknown platform 'moon'; choose one of batch, gke, kubernetes, local, runai"),
-        (["run", "there.yaml"], "give a config, and behind it --platform there.yaml"),
+        (["run", "there.yaml"], "give a config, followed by --platform there.yaml"),
     ],
     ids=lambda arguments: " ".join(arguments) if isinstance(arguments, list) else "",
 )
@@ -139,7 +139,7 @@ def test_render_prints_what_would_be_sent_and_writes_nothing(cli: Cli, workdir: 
     before = sorted(workdir.iterdir())
     output = cli("render", "training.yaml", "platform={kind: local, nodes: 2}", "train.micro_batch=2")
     assert output.code == 0
-    assert "000000, at the end of the job's name, stands for a random number of each attempt" in output.err
+    assert "000000 at the end of the job's name is a placeholder for each attempt's random number" in output.err
     assert yaml.safe_load(output.out)["directory"].startswith(f"{workdir}/out/runs/tiny-")
     (node,) = yaml.safe_load(cli("render", "script.yaml", "args=[--steps, 9, 0.5]", "env={N: 4}").out)["nodes"]
     assert (node["argv"][-4:], node["env"]["N"]) == ([f"{workdir}/pi.py", "--steps", "9", "0.5"], "4")
@@ -348,7 +348,7 @@ def test_logs_selects_a_node_a_rank_or_a_time(cli: Cli, failed: Path, monkeypatc
     assert cli("logs", "training.yaml", "--node", "0", "--rank", "1").out == "[node 0] [rank1]: hi\n"
     output = cli("logs", "training.yaml", "--since", "10m")
     assert (output.code, output.out) == (USER, "")
-    assert "the logs of local are files, whose lines have no time" in output.err
+    assert "the logs of platform local are files, whose lines have no time" in output.err
     output = cli("logs", "training.yaml", "--since", "soon")
     assert (output.code, "'soon' is neither an age" in output.err) == (2, True)
 

@@ -54,7 +54,7 @@ def test_running_job_is_named_with_its_commands() -> None:
         ((), "nothing was started"),
         ((FLOW, StepStarted(step=Step.DATASET)), "started ones continue"),
         ((FLOW, job(), job("ended"), StepStarted(step=Step.CHECKPOINTS)), "no job is running"),
-        ((FLOW, job("submitting")), "was being submitted to local, and may have been started"),
+        ((FLOW, job("submitting")), "was being submitted to platform local, and may run there"),
     ],
 )
 def test_farewell_without_a_job_names_none(events: tuple[Any, ...], text_part: str) -> None:

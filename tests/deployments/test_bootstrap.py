@@ -56,7 +56,7 @@ def test_old_automation_is_updated_but_stays_disabled() -> None:
             return reported, found
 
     reported, found = asyncio.run(put())
-    assert reported == ["created", "updated", "there"]
+    assert reported == ["created", "updated", "exists"]
     assert (found.trigger.within.total_seconds(), found.enabled) == (1200, False)
 
 
@@ -75,7 +75,7 @@ def test_notices_are_off_until_there_is_an_address() -> None:
             await Webhook.model_validate({"url": "http://127.0.0.1:9"}).asave(NOTICES)
             return reported + [await put_automation(client, notices) for _ in range(2)]
 
-    assert asyncio.run(put()) == ["off", "created", "there"]
+    assert asyncio.run(put()) == ["off", "created", "exists"]
 
 
 @pytest.mark.parametrize("address", ["http://hooks.example/secret", "http://127.0.0.1.evil.example/x", "ftp://x/y"])
@@ -108,7 +108,7 @@ def test_serve_names_the_port_of_its_running_server(monkeypatch: pytest.MonkeyPa
     process = SimpleNamespace(cmdline=lambda: server_command(4300, app="server"))
     monkeypatch.setattr("deployments.bootstrap._start", Mock(side_effect=AssertionError("a server is started")))
     monkeypatch.setattr("flows.serving.live", lambda name: process if name == "server" else None)
-    with pytest.raises(ConfigProblem, match="already listens on port 4300; use it by `train-litgpt serve --port 4300`"):
+    with pytest.raises(ConfigProblem, match="listens on port 4300; use it with `train-litgpt serve --port 4300`"):
         serve(4200)
 
 

@@ -159,7 +159,7 @@ def test_deployment_is_found_by_name_in_any_flow() -> None:
         assert submit_deployment(arguments, {})[1] == full
     with pytest.raises(ConfigProblem, match="several deployments; give one of prepare-dataset/both, train-litgpt/both"):
         submit_deployment("both", {})
-    with pytest.raises(ConfigProblem, match="no deployment prepare-dataset/here; there are prepare-dataset/both"):
+    with pytest.raises(ConfigProblem, match="no deployment prepare-dataset/here; choose one of prepare-dataset/both"):
         submit_deployment("prepare-dataset/here", {})
 
 

@@ -91,7 +91,7 @@ def test_running_job_of_a_cancelled_flow_run_is_cancelled(
     monkeypatch.setenv("PREFECT_API_URL", str(get_current_settings().api.url))
     [row] = flag_state_conflicts(run_rows(Index.of(tiny().root)))
     assert row.state == "running"
-    assert row.note == f"it still runs, but Prefect calls it cancelled: train-litgpt cancel {handle.attempts.run}"
+    assert row.note.endswith(f"Prefect calls it cancelled; to cancel it: train-litgpt cancel {handle.attempts.run}")
     assert [found.cancelled for found in orphaned(tmp_path)] == [(handle.make_job(1).directory,)]
     assert handle.attempts.live() is None
     assert orphaned(tmp_path) == []
@@ -112,7 +112,7 @@ def test_automations_flow_retries_a_platform_that_is_away(
 
     monkeypatch.setattr(platform, "status", away)
     shown = asyncio.run(cancel_orphaned_jobs.with_options(retry_delay_seconds=0.01)())
-    assert any("was cancelled, but its job was still running; cancelled now: strict/" in line for line in shown)
+    assert any("was cancelled, but its job was still running. Cancelled now: strict/" in line for line in shown)
     assert handle.attempts.live() is None
 
 

@@ -86,7 +86,7 @@ def test_override_replaces_a_mapping_of_own_names(change: str, config: dict[str,
 
 def test_overrides_turn_a_corpus_into_a_mixture() -> None:
     changes = ["data.mixture=[{corpus: {kind: stdlib}, weight: 1}]", "data.tokenizer={kind: hub}"]
-    with pytest.raises(ConfigProblem, match=r"make the corpus a source of the mixture, and data\.corpus=null"):
+    with pytest.raises(ConfigProblem, match=r"make the corpus a source of the mixture, and set data\.corpus=null"):
         validated(RunConfig, overridden(HUB, overrides_of(changes)), where="test")
     made = validated(RunConfig, overridden(HUB, overrides_of([*changes, "data.corpus=null"])), where="test")
     assert made.data.label == "stdlib"
@@ -139,7 +139,7 @@ def test_odd_blank_is_named_by_its_code_point(text: str) -> None:
     [
         ("train:\n\tmax_steps: 5", "line 2 has a tab, but YAML needs spaces"),
         ("train:\n  max_steps: 5\n   seed: 3", "line 3 cannot be a setting.* line above it is indented"),
-        ("train:\n  max_steps: 5\n seed: 3", "line 3 is not below the settings of its section"),
+        ("train:\n  max_steps: 5\n seed: 3", "line 3 is not indented like the other settings of its section"),
     ],
 )
 def test_a_slip_of_indentation_is_told_in_the_words_of_settings(text: str, message: str) -> None:

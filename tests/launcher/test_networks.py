@@ -31,11 +31,11 @@ def test_a_plugin_brings_the_daemon_it_was_released_with() -> None:
 @pytest.mark.parametrize(
     ("network", "machine", "options", "message"),
     [
-        ("tcpx", "a3-highgpu-8g", {"network_plugin": "latest"}, "network_plugin=latest is another build each time"),
+        ("tcpx", "a3-highgpu-8g", {"network_plugin": "latest"}, "network_plugin=latest changes over time"),
         ("tcpxo", "a3-megagpu-8g", {"network_daemon": f"my.example/d:latest{DIGEST}"}, "network_daemon=latest"),
         ("tcpx", "a3-highgpu-8g", {"network_plugin": "v9.9.9"}, "unknown tcpx release.*platform.network_daemon too"),
-        ("tcpx", "a3-megagpu-8g", {}, "network=tcpx, which a a3-megagpu-8g has not got; take tcpxo or tcp"),
-        ("tcpxo", None, {}, "belongs to particular machines"),
+        ("tcpx", "a3-megagpu-8g", {}, "=a3-megagpu-8g has no hardware for it; set it to tcpxo or tcp"),
+        ("tcpxo", None, {}, "works only on certain machines"),
         ("ethernet", "a3-highgpu-8g", {}, "'tcp', 'gib'"),
     ],
 )

@@ -61,7 +61,7 @@ def test_failed_evaluation_keeps_its_class_with_its_output(
 def test_a_model_larger_than_the_memory_is_not_scored(run: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.evaluation.gpu_names", list)
     monkeypatch.setattr("tasks.evaluation.host_memory", lambda: 4 << 30)
-    with pytest.raises(UserError, match=r"take 28.0 GB in float32, and this machine has 4.29 GB.* train-litgpt eval"):
+    with pytest.raises(UserError, match=r"take 28.0 GB in float32, but this machine has 4.29 GB.* train-litgpt eval"):
         asyncio.run(_evaluated(run, ASKED, PLACE, parameters=7_000_000_000))
 
 

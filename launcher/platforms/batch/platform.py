@@ -100,25 +100,25 @@ class BatchPlatform:
 
         machine = settings.machine_type
         if machine is None and settings.gpus is None:
-            what = f"platform.machine={settings.machine} is not a machine type of the table"
-            fix = f"take one of {', '.join(MACHINES)}; or say how many it has: platform.gpus (0 trains on CPUs)"
+            what = f"platform.machine={settings.machine} is not in the table of machines, so that its GPUs are unknown"
+            fix = f"take one of {', '.join(MACHINES)}; or set platform.gpus to its number of them (0 trains on CPUs)"
             yield found("batch.machine", what, fix)
         if machine is not None and machine.arch != "amd64":
             what = f"platform.machine={machine.name} is {machine.arch}, for which Batch has no images"
-            yield found("batch.machine", what, "take platform.kind=gke")
+            yield found("batch.machine", what, "set platform.kind=gke")
         if machine is not None and settings.nodes > 1 and networks_of(machine)[0] != DEFAULT:
             best = networks_of(machine)[0]
             what = f"{machine.name} has {best}, which Batch does not set up: its nodes talk over plain TCP"
-            yield found("batch.network", what, "for the full speed take platform.kind=gke", "warning")
+            yield found("batch.network", what, "set platform.kind=gke for the full speed", "warning")
         hyperdisk_only = settings.machine.startswith(("a4-", "a4x-", "a3-ultragpu"))
         if hyperdisk_only and not settings.boot_disk_type.startswith("hyperdisk"):
-            what = f"platform.boot_disk_type={settings.boot_disk_type} does not go with {settings.machine}"
-            yield found("batch.boot-disk", what, "take hyperdisk-balanced")
+            what = f"platform.machine={settings.machine} cannot use platform.boot_disk_type={settings.boot_disk_type}"
+            yield found("batch.boot-disk", what, "set it to hyperdisk-balanced")
 
         image = settings.boot_image or f"batch-{settings.os}"
         cos = image == "batch-cos" or "cos-cloud" in image or "/cos-" in image
         if cos != (settings.os == "cos"):  # which has no nvidia-ctk and a firewall of its own
-            what = f"platform.os={settings.os}, and the boot image is {image}"
+            what = f"platform.os={settings.os}, but the boot image is {image}"
             yield found("batch.cos", what, f"set platform.os={'cos' if cos else 'debian'}")
 
         commands = container_of(submission.body)["commands"]
@@ -235,7 +235,7 @@ class BatchPlatform:
                 self._batch.cancel_job({"name": job_id, "request_id": str(uuid.uuid4())}, timeout=_LIMIT)
         while remaining := self.remaining_resources(job_id):
             if time.monotonic() > give_up_at:
-                what = f"{', '.join(remaining)}: still there {self._patience:.0f} s after {job_id} was cancelled"
+                what = f"{', '.join(remaining)}: still exists {self._patience:.0f} s after {job_id} was cancelled"
                 raise PlatformUnreachable(what, fix="cancel it again")
             time.sleep(min(2.0, max(0.1, self._patience / 100)))
 

@@ -234,13 +234,13 @@ fail() {{
 # find no libcuda in their linker's cache, which triton and others look through.
 _DEBIAN_GPUS = f"""{_HEAD}\
 nvidia-smi -L || fail batch.driver "nvidia-smi shows no GPU" "leave platform.gpu_driver out, or name one for this GPU"
-command -v nvidia-ctk || fail batch.toolkit "the boot image has no nvidia-ctk" "take os: cos, or a newer boot_image"
+command -v nvidia-ctk || fail batch.toolkit "the boot image has no nvidia-ctk" "set platform.os=cos, or a newer image"
 nvidia-ctk runtime configure --runtime=docker
 systemctl restart docker
 tries=0
 until docker info > /dev/null 2>&1; do
   tries=$((tries + 1))
-  [ "$tries" -lt 30 ] || fail batch.docker "Docker does not come back" "see journalctl -u docker on the VM"
+  [ "$tries" -lt 30 ] || fail batch.docker "Docker does not restart" "see journalctl -u docker on the VM"
   sleep 1
 done
 ldconfig -p | grep libcuda.so.1 || fail batch.libcuda "the VM has no libcuda.so.1" "see batch_agent_logs on the driver"
@@ -292,7 +292,7 @@ else
     esac
     number=$((number + 1))
   done
-  [ -n "$rank" ] || fail batch.rank "$host is not in $hosts: $(cat "$hosts")" "report this; there is no rank to take"
+  [ -n "$rank" ] || fail batch.rank "$host is not in $hosts: $(cat "$hosts")" "run again; if it fails again, report it"
 fi
 [ "$rank" = "$BATCH_TASK_INDEX" ] || echo "warning [batch.rank] task $BATCH_TASK_INDEX is node $rank"
 master=$main:{PORT}"""

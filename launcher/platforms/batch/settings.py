@@ -35,7 +35,7 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     machine: str
     """Machine type (g2-standard-48, a2-highgpu-8g, …)."""
     gpus: Count | None = Field(None, ge=0, le=16, json_schema_extra=without_default)
-    """GPUs of a machine type that we do not know; 0 for a training on CPUs."""
+    """GPUs of a machine type that is not in the table of machines; 0 for a training on CPUs."""
     nodes: Count = Field(1, gt=0, le=1000)
     """The number of machines; Batch's list of hosts has room for 1,000."""
     spot: bool = False
@@ -49,27 +49,27 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     reservation: str | None = Field(None, pattern=r"^projects/[^/]+/zones/[^/]+/reservations/[^/]+$")
     """Only machines of this Compute Engine reservation: projects/…/zones/…/reservations/…"""
     max_duration: WholeSeconds | None = Field(None, gt=0, le=LONGEST, json_schema_extra=without_default)
-    """Longest that the job may run, 14 days at most; what it has saved by then is kept, and it is not started again."""
+    """Longest that the job may run, at most 14 days. It is not started again, and its checkpoints are kept."""
     compact: bool = False
     """Place the machines close to each other."""
     priority: Count = Field(0, ge=0, lt=100)
-    """Among the project's jobs that wait; higher is earlier."""
+    """Priority among the project's waiting jobs, from 0 to 99; higher is earlier."""
     os: Literal["debian", "cos"] = "debian"
     """The operating system of the VMs: Batch's Debian, or its Container-Optimized OS."""
     boot_image: str | None = None
-    """Another boot image of that kind: projects/…/global/images/…"""
+    """Another boot image with that operating system: projects/…/global/images/…"""
     boot_disk_gb: Count = Field(250, ge=30, le=65_536)
     """Size of the boot disk, which holds the image and this node's copy of the dataset."""
     boot_disk_type: str = "pd-balanced"
-    """Its type; A4 and A3 Ultra take hyperdisk-balanced only."""
+    """Type of the boot disk; A4 and A3 Ultra take only hyperdisk-balanced."""
     gpu_driver: str | None = None
     """NVIDIA driver version to install; empty is Batch's choice."""
     service_account: str | None = Field(None, pattern=r"^[^@\s]+@[^@\s]+$")
-    """The VMs' service account; it needs roles/batch.agentReporter, roles/logging.logWriter, and root and image."""
+    """The VMs' service account. It needs roles/batch.agentReporter, roles/logging.logWriter, the root and the image."""
     vpc: str | None = None
     """VPC network (projects/…/global/networks/…); it must let the VMs reach each other. Empty is the default one."""
     subnetwork: str | None = None
-    """Its subnetwork (projects/…/regions/…/subnetworks/…)."""
+    """Subnetwork of `vpc` (projects/…/regions/…/subnetworks/…)."""
     external_ip: bool = True
     """VMs have external addresses; without, the subnetwork needs Private Google Access."""
     gvnic: bool = False
@@ -81,14 +81,14 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
     nfs: str | None = Field(None, pattern=r"^[^:\s]+:/\S*$")
     """NFS export (`10.0.0.2:/data`) that all nodes mount, where the root is a folder."""
     nfs_path: str = Field("/mnt/disks/shared", pattern=r"^/\S+$")
-    """The folder where it is mounted; the root lies in it."""
+    """The folder where the NFS export is mounted, which contains the root."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variable to a secret of Secret Manager: projects/…/secrets/…/versions/latest."""
     registry_username: str | None = None
     """Secret of Secret Manager with the user name for a private registry, together with `registry_password`. Artifact
     Registry needs neither: the job's service account pulls from it."""
     registry_password: str | None = None
-    """Secret of Secret Manager with its password: projects/…/secrets/…/versions/latest."""
+    """Secret of Secret Manager with the password for that registry: projects/…/secrets/…/versions/latest."""
     startup_timeout: WholeSeconds = Field(1800, ge=60, le=LONGEST)
     """Seconds that nodes which are up wait for the last one."""
     in_place_restarts: Count = Field(1, ge=0, le=10)
@@ -116,7 +116,7 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
             what = f"platform.zones has {foreign[0]}, which is not a zone of platform.location={self.location}"
             raise ValueError(f"{what}; name zones of it, or leave platform.zones out")
         if (self.registry_username is None) != (self.registry_password is None):
-            raise ValueError("platform.registry_username and registry_password: a login takes both; give the other too")
+            raise ValueError("platform.registry_username and platform.registry_password make one login; set both")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes_per_node)
         ways = {"spot": self.spot, "flex_start": self.flex_start, "reservation": self.reservation is not None}
         chosen = [name for name, is_chosen in ways.items() if is_chosen]
@@ -125,5 +125,5 @@ class BatchPlatformConfig(ClusterSettings, title="GCP Batch"):
         if self.flex_start != (self.flex_start_duration is not None):
             raise ValueError("platform.flex_start=true needs platform.flex_start_duration, and the reverse; set both")
         if self.flex_start and self.max_duration is not None:
-            raise ValueError("platform.max_duration is platform.flex_start_duration with flex_start; leave it out")
+            raise ValueError("platform.max_duration and platform.flex_start_duration are both set; keep the latter")
         return self

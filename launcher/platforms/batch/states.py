@@ -70,7 +70,7 @@ def _ended(job: Job, task: Task) -> EndedTask:
                 break
     why = BATCH_CODES[code][1] if code in BATCH_CODES else ""
     if code == _TOO_LONG and _waited_in_vain(job, events):
-        why = f"Batch's {_TOO_LONG}: its peers were not there within platform.startup_timeout"
+        why = f"Batch's {_TOO_LONG}: its peers did not start within platform.startup_timeout"
         code = EXIT_CODES[FailureClass.NETWORK]
     message = f"node {node} ended with {code}"
     if code is None:

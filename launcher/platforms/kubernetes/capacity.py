@@ -118,23 +118,25 @@ def machines(survey: Survey) -> Iterator[Finding]:
     reasons = Counter(_unfit(node, survey.pod, wanted) for node in nodes)
     fit = reasons.pop("", 0)
     if fit >= settings.nodes:
-        yield info("kubernetes.machines", f"{fit} machines fit, {settings.nodes} are needed")
+        yield info("kubernetes.machines", f"{fit} machines fit, and the job needs {settings.nodes}")
         return
     listed = ", ".join(f"{count} {why}" for why, count in reasons.most_common(4)) or "there are no others"
-    what = f"only {fit} of {settings.nodes} machines exist ({listed})"
+    what = f"{fit} machines fit, but the job needs {settings.nodes} ({listed})"
     pool = [node for node in nodes if node["metadata"].get("labels", {}).get(GKE_POOL, "") == settings.node_pool]
     # Without GPUs: a machine reports them only after their driver is installed.
     room = {name: wanted[name] for name in ("cpu", "memory") if name in wanted}
     if pool and all(_too_small(node, room) for node in pool):
-        fix = "lower platform.cpus and memory, or take another platform.node_pool, for all of one are alike"
-        yield error("kubernetes.machines", f"the pool {settings.node_pool} has too small machines: {what}", fix)
+        fix = "lower platform.cpus and platform.memory, or take another platform.node_pool"
+        yield error(
+            "kubernetes.machines", f"the machines of platform.node_pool={settings.node_pool} are too small: {what}", fix
+        )
     elif isinstance(settings, GkePlatformConfig):
         yield from pools(gke_cluster(settings)[1], settings, what)
     elif _may_grow(nodes, settings):
-        fix = "see that the node pool can grow that far; with platform.cluster instead of a kubeconfig that is checked"
+        fix = "check that the node pool can grow that far. platform.kind=gke checks it automatically"
         yield warning("kubernetes.machines", what, fix)
     else:
-        yield error("kubernetes.machines", what, "take fewer platform.nodes, other machines, or add some")
+        yield error("kubernetes.machines", what, "lower platform.nodes, take other machines, or add some")
 
 
 def spare_machines(cluster: Cluster, settings: KubernetesSettings, pod: Object) -> int | None:
@@ -255,5 +257,5 @@ def limits(survey: Survey) -> Iterator[Finding]:
     added = sorted(f"{resource}={quantity}" for resource, quantity in admitted.items() if resource not in rendered)
     if added:
         listed = ", ".join(added)
-        what = f"a LimitRange of the namespace limits every node to {listed}: more memory ends it, more cpu waits"
+        what = f"a LimitRange of the namespace limits every node to {listed}, which can kill or slow the training"
         yield warning("kubernetes.limits", what, "have its default raised, or take another platform.namespace")

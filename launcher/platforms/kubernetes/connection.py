@@ -70,7 +70,7 @@ def connect(settings: GkePlatformConfig | KubernetesPlatformConfig) -> Cluster:
             # If the config names it, the mistake is in the config and not on this machine.
             kind = LoginProblem if path or context else NoCredentials
             fix = "name a kubeconfig in platform.kubeconfig"
-            raise kind(f"{where} cannot be had: {one_line(error)}", fix=f"{fix} or $KUBECONFIG") from None
+            raise kind(f"{where} cannot be read: {one_line(error)}", fix=f"{fix} or $KUBECONFIG") from None
         return loaded
 
     configuration = load()
@@ -110,7 +110,7 @@ def _without_programs(path: str, context: str | None) -> Any:
     known = document["users"].get_with_name(user, safe=True) if user else None
     for key, does in {"exec": "runs a program", "auth-provider": "runs a program", "tokenFile": "sends a file"}.items():
         if known and key in known["user"]:
-            what = f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which no config may decide"
+            what = f"platform.kubeconfig={path} {does} to log in ({key} of the user {user}), which a config must not"
             fix = f"read the file, and if you trust it run `export KUBECONFIG={file.resolve()}`"
             raise LoginProblem(what, fix=fix)
     return document
@@ -148,18 +148,18 @@ def _gke_cluster(
 
     project = project or own
     if not project:
-        raise LoginProblem("the credentials belong to no project", fix="name the cluster's in platform.project")
+        raise LoginProblem("the credentials do not name a project", fix="set platform.project to that of the cluster")
     clusters, place = ClusterManagerClient(credentials=credentials), f"projects/{project}/locations"
-    with google_errors(GKE, f"looking at cluster {name} of project {project}"):
+    with google_errors(GKE, f"reading cluster {name} of project {project}"):
         try:
             full = f"{place}/{location}/clusters/{name}"
             described = clusters.get_cluster(name=full, timeout=_ANSWER, retry=None)
         except NotFound:
-            hint = "look at `gcloud container clusters list`"
+            hint = "see `gcloud container clusters list`"
             with suppress(GoogleAPICallError):
                 listed = clusters.list_clusters(parent=f"{place}/-", timeout=_ANSWER, retry=None).clusters
                 names = ", ".join(f"{cluster.name} in {cluster.location}" for cluster in listed)
-                hint = f"there is {names}" if names else "that project has no cluster"
+                hint = f"choose one of {names}" if names else "that project has no cluster"
             raise ConfigProblem(f"platform.cluster={name} is not in {location} of project {project}; {hint}") from None
     configuration = _configuration()
     if dns:
@@ -167,8 +167,8 @@ def _gke_cluster(
         # https://docs.cloud.google.com/kubernetes-engine/docs/concepts/network-isolation
         found = described.control_plane_endpoints_config.dns_endpoint_config
         if not (found.endpoint and found.allow_external_traffic):
-            fix = f"`gcloud container clusters update {name} --enable-dns-access`, or leave it out"
-            raise ConfigProblem(f"platform.dns_endpoint=true, and cluster {name} has none that is open", fix=fix)
+            fix = f"run `gcloud container clusters update {name} --enable-dns-access`, or leave it out"
+            raise ConfigProblem(f"platform.dns_endpoint=true, but the DNS endpoint of cluster {name} is off", fix=fix)
         configuration.host = f"https://{found.endpoint}"
     elif not described.endpoint:
         raise PlatformUnreachable(f"cluster {name} has no address yet: it is {described.status.name}")

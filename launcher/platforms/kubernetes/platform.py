@@ -97,7 +97,7 @@ class KubernetesPlatform:
         except LauncherError:  # no permission to list machines, or no answer
             most = None
         fix = "have the machine repaired, or cordon it off (kubectl cordon NAME) and add another"
-        return most, f"{fix}; or take fewer platform.nodes"
+        return most, f"{fix}; or lower platform.nodes"
 
     def _learn(self) -> None:
         if self._settings.workload == "auto":
@@ -107,7 +107,7 @@ class KubernetesPlatform:
         """Create the job's objects, or reattach to the existing job of that name. The JobSet or Job comes first and
         owns the others, so that none outlives it. An older job that is still being removed is PlatformUnreachable."""
         if f'"{UNBUILT}"' in json.dumps(submission.body):
-            raise PlatformRefused("the submission has no image", fix="build it first (image.kind=docker), or name one")
+            raise PlatformRefused("the submission has no image", fix="build it, or set image.kind=prebuilt")
         job, items = states.JobName.parse(submission.job_id), submission.body["items"]
         workload = states.workload_of(items)
         kind = workload["kind"]
@@ -181,8 +181,8 @@ class KubernetesPlatform:
         else:
             is_own = (stored["metadata"].get("labels") or {}).get(RUN_LABEL) == meta["labels"][RUN_LABEL]
         if not is_own:
-            fix = "remove it, or give the run another name"
-            raise PlatformRefused(f"{kind} {name} exists, but belongs to something else", fix=fix)
+            fix = "remove that object, or give the run another `name`"
+            raise PlatformRefused(f"{kind} {name} already exists, and this job did not create it", fix=fix)
         return {"apiVersion": item["apiVersion"], "kind": kind, "name": name, "uid": states.uid_of(stored)}
 
     def owns_job_id(self, job_id: JobId, *, attempt_name: str, directory: str) -> bool:
@@ -247,7 +247,7 @@ class KubernetesPlatform:
                 if not remaining or not _delete(cluster, job, remaining, refused):
                     break  # nothing remains, or nothing that may be deleted
                 if time.monotonic() + pause > ends:
-                    raise PlatformUnreachable(f"it had {limit:.0f} s")
+                    raise PlatformUnreachable(f"{limit:.0f} s have passed")
                 time.sleep(pause)
                 pause = min(2.0, pause * 1.5)
         except PlatformUnreachable as error:
@@ -255,21 +255,21 @@ class KubernetesPlatform:
             fix = "cancel it again"
             if any(map(states.unreachable_since, remaining.get(api.PODS, ()))):
                 # Only a machine can report that one of its pods has ended.
-                machines = "a silent machine's pods go when it is back, or with its Node (`kubectl delete node`)"
+                machines = "bring the silent machine back, or delete its Node (`kubectl delete node`)"
                 fix = f"{machines}; {fix}"
             raise PlatformUnreachable(f"job {job} {still}; {error}", fix=fix) from error
         if refused:
-            rest = f"still there: {_described(remaining)}" if remaining else "what may be seen of it is gone"
+            rest = f"still there: {_described(remaining)}" if remaining else "all that this account can list is gone"
             reasons = "; ".join(error.message for error in refused.values())
             fixes = "; ".join(dict.fromkeys(advice(error.message) for error in refused.values()))
-            raise PlatformRefused(f"job {job} is not proved to be gone: {reasons} ({rest})", fix=fixes)
+            raise PlatformRefused(f"job {job} may not be gone: {reasons} ({rest})", fix=fixes)
 
     def remaining_resources(self, job_id: JobId) -> tuple[str, ...]:
         job, refused = states.JobName.parse(job_id), dict[api.Resource, api.Forbidden]()
         remaining = _list_remaining(self.cluster, job, self._settings, refused)
         if refused:
             reasons = "; ".join(error.message for error in refused.values())
-            raise PlatformRefused(f"what is left of job {job} cannot be listed: {reasons}")
+            raise PlatformRefused(f"the remaining resources of job {job} cannot be listed: {reasons}")
         return tuple(_described({resource: things}) for resource, things in remaining.items())
 
 

@@ -44,7 +44,7 @@ def examine_cluster(cluster: Cluster, settings: KubernetesSettings, items: Seque
     if survey.version < LEAST_KUBERNETES:
         least = ".".join(map(str, LEAST_KUBERNETES))
         yield error(
-            "kubernetes.version", f"{cluster.where} is {version}; we need {least}, for sidecars", "upgrade the cluster"
+            "kubernetes.version", f"{cluster.where} is {version}; sidecars need {least} or newer", "upgrade the cluster"
         )
     else:
         yield info("kubernetes.version", f"{cluster.where} answers: {version}")
@@ -61,9 +61,9 @@ def examine_cluster(cluster: Cluster, settings: KubernetesSettings, items: Seque
                 if finding.severity in ("error", "warning"):
                     known[finding.code] = finding.severity
         except api.Forbidden as problem:
-            yield warning("kubernetes.unseen", f"{name}: not checked, for {problem.message}", CLUSTER_ROLES)
+            yield warning("kubernetes.unseen", f"{name}: not checked, because {problem.message}", CLUSTER_ROLES)
         except LauncherError as problem:
-            yield warning("kubernetes.unseen", f"{name}: not checked, for {problem}", "try again later")
+            yield warning("kubernetes.unseen", f"{name}: not checked, because {problem}", "try again later")
 
 
 def check_settings(settings: KubernetesSettings, items: Sequence[ApiObject]) -> Iterator[Finding]:
@@ -76,8 +76,8 @@ def check_settings(settings: KubernetesSettings, items: Sequence[ApiObject]) -> 
         if word not in {"--log-uri", "--stage", "--code"}:
             continue
         if not is_remote(address) and not (volume and f"{address}/".startswith(f"{volume}/")):
-            what = f"{address} is a folder of the pod, which goes with it and which other nodes do not see"
-            fix = "root: gs://bucket/prefix, or a folder in platform.pvc_path with platform.pvc"
+            what = f"{address} is a folder of the pod: it is deleted with the pod, and other nodes do not see it"
+            fix = "set root to gs://bucket/prefix, or to a folder in platform.pvc_path with platform.pvc"
             yield error("kubernetes.root-not-shared", what, fix)
     if settings.host_network and settings.service_account is not None:
         what = "pods on the host's network may get the node's identity instead of platform.service_account's"
@@ -85,7 +85,7 @@ def check_settings(settings: KubernetesSettings, items: Sequence[ApiObject]) -> 
         yield warning("kubernetes.host-network-identity", what, fix)
     # https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms: 30 s from the notice to the end.
     if settings.spot and settings.grace_period > 25:
-        what = f"ranks are given {settings.grace_period} s to save, and Spot VMs are gone 30 s after their notice"
+        what = f"platform.grace_period={settings.grace_period} s, but Spot VMs are gone 30 s after their notice"
         yield warning("kubernetes.spot-grace", what, "set platform.grace_period to 25 or less")
     if settings.uid == 0 and not fabric.root:  # some networks need root
         what = "platform.uid=0: the training is root in its container, and so is any script and package that it loads"
@@ -149,7 +149,7 @@ def networks(survey: Survey) -> Iterator[Finding]:
     for name, thing in found.items():
         parameters = (((thing or {}).get("spec") or {}).get("parametersRef") or {}).get("name")
         if parameters and survey.get(api.NETWORK_PARAMETERS, parameters) is None:
-            what = f"Network {name} names the GKENetworkParamSet {parameters}, which is not there"
+            what = f"Network {name} names the GKENetworkParamSet {parameters}, which does not exist"
             yield error("kubernetes.networks", what, f"create it: {_NETWORKS}")
     wanted = [item.partition("@")[0] for item in survey.annotations.get(MULTUS, "").split(",") if item]
     places = [(name.rpartition("/")[0] or survey.namespace, name.rpartition("/")[2]) for name in wanted]
@@ -170,7 +170,7 @@ def _release(survey: Survey) -> Iterator[Finding]:
         if pair is not None and pair.plugin not in {newer.plugin for newer in pairs[: number + 1]}:
             since = ".".join(map(str, known.since))
             what = f"{network} {pair.plugin} is older than what Kubernetes from {since} on is made for ({known.plugin})"
-            fix = f"upgrade the DaemonSet that installs it; network_plugin={known.plugin}"
+            fix = f"upgrade the DaemonSet that installs it, and set platform.network_plugin={known.plugin}"
             yield warning("kubernetes.network-release", what, fix)
         return
 
@@ -197,7 +197,7 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
         ready, nodes = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
         if code and ready < nodes:
             what = f"DaemonSet {name} is ready on {ready} of {nodes} nodes"
-            incomplete.append(warning(code, what, "kubectl describe it; jobs on the other nodes fail their checks"))
+            incomplete.append(warning(code, what, "kubectl describe daemonset; jobs on the other nodes fail"))
     if installer is not None:
         wanted = pair.plugin if pair is not None else None
         if not installed:
@@ -205,7 +205,7 @@ def daemon_sets(survey: Survey) -> Iterator[Finding]:
             yield error("kubernetes.installer", f"no DaemonSet installs the plugin of {network} on the nodes", fix)
         elif wanted not in installed.values():
             name, tag = next(iter(installed.items()))
-            what = f"the nodes have {network} {tag} (DaemonSet {name}), and the job is made for {wanted}"
+            what = f"the nodes have {network} {tag} (DaemonSet {name}), but the job is made for {wanted}"
             yield error("kubernetes.installer", what, f"set platform.network_plugin={tag}, or upgrade the DaemonSet")
         else:
             yield info("kubernetes.installer", f"the nodes have {network} {wanted}")
@@ -233,7 +233,7 @@ def _queue(survey: Survey) -> Iterator[Finding]:
         return
     found = survey.get(api.LOCAL_QUEUES, name)
     if found is None:
-        fix = f"kubectl get localqueues --namespace {space}, and fix platform.queue; or install Kueue, if it is missing"
+        fix = f"set platform.queue to one of `kubectl get localqueues --namespace {space}`, or install Kueue"
         yield error("kubernetes.queue", f"there is no LocalQueue {name} in namespace {space}", fix)
         return
     behind = found["spec"]["clusterQueue"]  # without it, the LocalQueue is not active
@@ -248,7 +248,7 @@ def _queue(survey: Survey) -> Iterator[Finding]:
             )
     covered = {name for group in cluster_queue["spec"].get("resourceGroups", ()) for name in group["coveredResources"]}
     if survey.settings.node_gpus and "nvidia.com/gpu" not in covered:
-        what = f"ClusterQueue {behind} covers {', '.join(sorted(covered)) or 'nothing'}, and not nvidia.com/gpu"
+        what = f"ClusterQueue {behind} covers {', '.join(sorted(covered)) or 'nothing'}, but not nvidia.com/gpu"
         yield error("kubernetes.queue", what, "add it to the queue's resource groups, or take another platform.queue")
     yield info("kubernetes.queue", f"queue {name} of {behind}")
 
@@ -256,14 +256,14 @@ def _queue(survey: Survey) -> Iterator[Finding]:
 def _kueue(survey: Survey) -> Iterator[Finding]:
     settings, name = survey.settings, survey.settings.priority
     if settings.queue and name and survey.get(api.WORKLOAD_PRIORITIES, name) is None:
-        fix = "kubectl get workloadpriorityclasses; fix platform.priority"
+        fix = "set platform.priority to one that `kubectl get workloadpriorityclasses` lists"
         yield error("kubernetes.priority", f"there is no WorkloadPriorityClass {name}", fix)
     if settings.topology is not None:
         label = next(value for key, value in survey.annotations.items() if key.endswith("-topology"))
         listed, _ = survey.cluster.list(api.TOPOLOGIES, None)
         levels = [level["nodeLabel"] for topology in listed for level in topology["spec"]["levels"]]
         if label not in levels:
-            known = f"there are {', '.join(levels)}" if levels else "there is no Topology at all"
+            known = f"there are {', '.join(levels)}" if levels else "the cluster has no Topology"
             yield error(
                 "kubernetes.topology", f"{label} is not a level of Kueue's Topology; {known}", "fix platform.topology"
             )
@@ -280,7 +280,7 @@ def _pvc(survey: Survey) -> Iterator[Finding]:
         return
     modes = found["spec"].get("accessModes", ())
     if nodes > 1 and "ReadWriteMany" not in modes:
-        what = f"PersistentVolumeClaim {name} is {', '.join(modes)}, and {nodes} nodes write to it"
+        what = f"PersistentVolumeClaim {name} is {', '.join(modes)}, but {nodes} nodes write to it"
         yield error("kubernetes.pvc", what, "take a ReadWriteMany one (Filestore), or a bucket for the root")
 
 

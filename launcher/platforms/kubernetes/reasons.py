@@ -66,9 +66,9 @@ _ADMISSION = (
            "kubectl create serviceaccount {1} --namespace {0}, or fix platform.service_account", "error"),
     Phrase(r"no PriorityClass with name (\S+) was found", "priority", "there is no PriorityClass {0}",
            "fix platform.priority", "error"),
-    Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "is that webhook's controller running?"),
+    Phrase(r"(failed calling webhook .*)", "webhook", "{0}", "check that the webhook's controller runs"),
     Phrase(r"""(?:admission webhook "|ValidatingAdmissionPolicy ')([^"']+)["'].*? denied (?:the )?request: (.*)""",
-           "policy", "the cluster's policy {0} says no: {1}",
+           "policy", "the cluster's policy {0} forbids it: {1}",
            "follow the policy, or request an exception from the cluster's administrator", "error"),
     Phrase(r"(namespace \S+) because it is being terminated", "namespace", "the {0} is being removed",
            "take another platform.namespace, or wait and create it again", "error"),
@@ -129,7 +129,7 @@ _SCHEDULER = (
     Phrase(r"(didn't have free ports)", "ports", "machines have no free port for pods on the hosts' network",
            "wait for the other job on these machines to end, or leave platform.host_network out"),
     Phrase(r"(node\(s\) were unschedulable)", "cordoned", "machines are cordoned off", "kubectl uncordon them"),
-    Phrase(r"(Too many pods)", "pods", "machines have as many pods as they may", "take other machines"),
+    Phrase(r"(Too many pods)", "pods", "machines already run the most pods that they may", "take other machines"),
     Phrase(r"(no nodes available)", "nodes", "the cluster has no machine at all", "add a node pool"),
     Phrase(r"(persistentvolumeclaim \"[^\"]+\" not found)", "pvc", "{0}",
            "create it, or fix platform.pvc", "error"),
@@ -138,7 +138,7 @@ _SCHEDULER = (
            "`kubectl describe pvc` of platform.pvc says why; take a PVC whose volume every machine can reach"),
     Phrase(r"(cannot allocate all claims|resourceclaim.*|resource claim.*)", "claims",
            "no machine can give what the pod claims (DRA): {0}",
-           "look at `kubectl describe resourceclaims`: is the node pool made with its DRA driver?"),
+           "see `kubectl describe resourceclaims`, and check that the node pool has the DRA driver"),
 )  # fmt: skip
 
 
@@ -148,21 +148,21 @@ def unschedulable(message: str) -> Iterator[Finding]:
     head = re.split(r"\.(?:\s|$)", re.sub(r"^\d+/\d+ nodes are available: ", "", message), maxsplit=1)[0]
     fix = "`kubectl describe pod` and `kubectl describe nodes` show more; or contact the cluster's administrator"
     for reason in re.split(r", (?=\d+ )", head):
-        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine yet", fix)
+        unknown = Finding("warning", f"{_AREA}.unscheduled", reason or "no machine was found yet", fix)
         yield from _first(_SCHEDULER, reason) or [unknown]
 
 
 # Why a container waits, and the kubelet's message.
 _WAITING = (
     Phrase(r"(?s)^((?:ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull): .*)", "image", "{0}",
-           "is the reference right, and may the nodes' service account read it (roles/artifactregistry.reader)?",
+           "fix the reference, or let the nodes' service account read it (roles/artifactregistry.reader)",
            "error"),
     Phrase(r"(?s)^(CreateContainerConfigError: .*)", "configuration", "{0}",
-           "a Secret or ConfigMap that the pod needs is not there", "error"),
+           "create the Secret or ConfigMap that it names", "error"),
     Phrase(r"(?s)^((?:Create|Run)ContainerError: .*)", "container", "{0}",
-           "look at `kubectl describe pod`; a device or path of the machine may be missing", "error"),
+           "see `kubectl describe pod`: a device or path of the machine may be missing", "error"),
     Phrase(r"(?s)^(CrashLoopBackOff: .*)", "crash", "{0}",
-           "look at that container's log: `kubectl logs POD -c CONTAINER --previous`", "error"),
+           "read that container's log: `kubectl logs POD -c CONTAINER --previous`", "error"),
 )  # fmt: skip
 
 
@@ -194,10 +194,10 @@ def _of_pods(waiting: list[ApiObject]) -> Iterator[Finding]:
 
 # The event's reason and its message. `FailedCreate` is read by `refusals`.
 _EVENTS = (
-    Phrase(r"(?s)^FailedMount: (.+)", "volume", "{0}", "is the volume, bucket or folder there, and may it be read?"),
-    Phrase(r"(?s)^FailedAttachVolume: (.+)", "volume", "{0}", "is the disk in use on another machine?"),
+    Phrase(r"(?s)^FailedMount: (.+)", "volume", "{0}", "check that the volume, bucket or folder can be read"),
+    Phrase(r"(?s)^FailedAttachVolume: (.+)", "volume", "{0}", "check whether another machine uses the disk"),
     Phrase(r"(?s)^FailedCreatePodSandBox: (.+)", "network", "{0}",
-           "do the machines have the networks that the pod is attached to (platform.network, GKENetworkParamSet)?"),
+           "check that the machines have the pod's networks (platform.network, GKENetworkParamSet)"),
     # Of the cluster autoscaler: https://docs.cloud.google.com/kubernetes-engine/docs/how-to/cluster-autoscaler-visibility
     Phrase(r"(?s)^NotTriggerScaleUp: (.+)", "scale-up", "no machine will be added: {0}",
            "raise the node pool's limit, or take another platform.node_pool"),
@@ -252,13 +252,13 @@ def _of_kueue(cluster: Cluster, job: states.JobName, workload: ApiObject) -> Ite
     try:
         listed, _ = cluster.list(WORKLOADS, job.namespace)
     except NotFound:
-        what = f"the job waits in queue {queue}, and Kueue, which would start it, is not installed"
+        what = f"the job waits in queue {queue}, but Kueue, which would start it, is not installed"
         yield Finding("error", f"{_AREA}.queue", what, "install Kueue, or cancel it and leave platform.queue out")
         return
     own = [admission for admission in listed if states.uid_of(workload) in states.owners_of(admission)]
     if not own:
-        what = f"Kueue has not taken notice of the job in its queue {queue}"
-        yield Finding("warning", f"{_AREA}.queue", what, "is Kueue's controller running, with JobSets turned on?")
+        what = f"Kueue has not yet created a Workload for the job in queue {queue}"
+        yield Finding("warning", f"{_AREA}.queue", what, "check that Kueue runs, and its JobSet integration")
     for admission in own:
         evicted = states.condition(admission, "Evicted")
         if admission["spec"].get("active") is False:  # https://kueue.sigs.k8s.io/docs/concepts/workload/#active

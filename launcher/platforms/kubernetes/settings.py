@@ -121,11 +121,11 @@ class KubernetesSettings(PodSettings, ClusterSettings):
         if self.machine is not None and self.machine not in MACHINES:
             near = difflib.get_close_matches(self.machine, MACHINES, n=3) or MACHINES
             what = f"platform.machine={self.machine!r} is not in the table of machines"
-            fix = "Any other: leave it out and give platform.gpus, and cpus and memory if they matter"
+            fix = "For any other, leave it out and set platform.gpus (and platform.cpus, platform.memory)"
             raise ValueError(f"{what}; did you mean {' or '.join(near)}? {fix}")
         require_gpus(self.machine, gpus=self.gpus, processes=self.processes_per_node)
         if self.queue is None and (self.topology, self.slice_nodes) != (None, None):
-            raise ValueError("platform.topology and slice_nodes are Kueue's to arrange; name a platform.queue")
+            raise ValueError("platform.topology and platform.slice_nodes need Kueue; set platform.queue")
         if self.slice_nodes is not None and self.nodes % self.slice_nodes:
             raise ValueError(f"platform.nodes={self.nodes} is not a multiple of slice_nodes={self.slice_nodes}")
         if self.flex_start != (self.flex_start_duration is not None):
@@ -136,7 +136,7 @@ class KubernetesSettings(PodSettings, ClusterSettings):
             what = f"platform.in_place_restarts={self.in_place_restarts} needs a JobSet"
             raise ValueError(f"{what}, because a plain Job cannot restart as a whole; set platform.workload=jobset")
         if self.dataset_access == "fuse" and self.service_account is None:
-            raise ValueError("platform.dataset_access=fuse mounts the bucket as platform.service_account; name one")
+            raise ValueError("platform.dataset_access=fuse mounts the bucket as platform.service_account; set it")
         return self
 
     _network_fits = model_validator(mode="after")(require_fit)
@@ -192,7 +192,7 @@ class GkePlatformConfig(KubernetesSettings, title="GKE"):
     def _names_a_cluster(cls, section: Any) -> Any:
         if isinstance(section, Mapping) and not (section.get("cluster") and section.get("location")):
             what = "platform.kind=gke needs platform.cluster and platform.location"
-            raise ValueError(f"{what}; give both, or take kind kubernetes for another cluster")
+            raise ValueError(f"{what}; set both, or set platform.kind=kubernetes for another cluster")
         return section
 
     def open_recorded(self, config: PlatformSettings | None) -> Platform:

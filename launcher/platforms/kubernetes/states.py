@@ -237,7 +237,7 @@ def lost_nodes(pods: Sequence[Object], codes: Mapping[int, int]) -> Iterator[Fin
     if failed and not all(map(ended, pods)):
         node, code = min(failed.items())
         what = f"node {node} has ended ({fault_of_exit_code(code)}, exit code {code}), and others have not yet"
-        fix = "wait: they get the signal to end, and a machine that does not answer is detected within a minute"
+        fix = "wait: the others get the signal to end, and a silent machine is detected within a minute"
         yield Finding("warning", "kubernetes.ending", what, fix)
 
 

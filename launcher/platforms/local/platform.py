@@ -1,4 +1,4 @@
-"""This machine as a platform: every node is a process of this machine, under a supervisor without a parent."""
+"""This machine as a platform: every node is a process, under a supervisor process that outlives the command."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class LocalPlatform:
             yield Finding("error", "local.port", *problem)
         if body["ranks"] > self._cores:
             what = f"{body['ranks']} processes share {self._cores} cores"
-            yield Finding("warning", "local.cores", what, "fewer processes will not be slower")
+            yield Finding("warning", "local.cores", what, "fewer processes are not slower")
 
     def max_excluded_nodes(self, job: Job) -> tuple[int | None, str]:
         return 0, "this machine is the only one"
@@ -115,7 +115,7 @@ class LocalPlatform:
         missing = [name for name in submission.body["secrets"] if not os.environ.get(name)]
         if missing:
             what = f"the job needs {', '.join(missing)} in the environment it is submitted from"
-            raise PlatformRefused(what, fix="export it")
+            raise PlatformRefused(what, fix="export them before the submission")
         problem = _port_problem(submission.body["port"], directory)
         if problem:
             raise PlatformRefused(" -> ".join(problem))
@@ -185,7 +185,7 @@ class LocalPlatform:
         remaining = kill_by_env_marker(JOB_TAG, _mark(directory), grace=5)
         if remaining:
             pids = ", ".join(str(process.pid) for process in remaining)
-            raise PlatformUnreachable(f"job {job_id} is not gone: the processes {pids} do not end; cancel it again")
+            raise PlatformUnreachable(f"job {job_id} still has processes that do not end: {pids}; cancel it again")
         if (directory / SUBMISSION).exists() and not (directory / RESULT).exists():
             started = _supervisor(directory).started
             native = "cancelled" if is_terminated else "swept, its supervisor was lost"
@@ -214,7 +214,7 @@ def _port_problem(port: int | None, directory: Path) -> tuple[str, str] | None:
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
             if listens and connection.pid:
                 owner = f"process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    return f"port {port} is in use by {owner}", "end it, or leave platform.port out, which takes a free one"
+    return f"port {port} is in use by {owner}", "end it, or leave platform.port out to get a free one"
 
 
 class _Body(BaseModel):

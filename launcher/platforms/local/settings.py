@@ -21,19 +21,19 @@ class LocalPlatformConfig(PlatformSettings, title="This machine"):
 
     kind: Literal["local"] = discriminator("local")
     nodes: Count = Field(1, gt=0, le=64)
-    """The number of torchrun agents; more than one makes a true multi-node rendezvous on this machine."""
+    """The number of nodes, each a torchrun agent of its own on this machine."""
     processes_per_node: Count = Field(1, gt=0, le=64)
-    """Ranks per node: one per GPU, or one where there is none."""
+    """Ranks per node; the default is one. With GPUs, take one per GPU."""
     port: int | None = Field(None, ge=1024, le=65535)
     """The port on which node 0 listens; empty takes one that is free when the job begins."""
     # Nobody takes this machine away at a certain time; 10 were too few for two steps and a save under load.
     grace_period: WholeSeconds = Field(60, ge=1, le=3600)
-    """Seconds that ranks have to save when the job is cancelled; they leave as soon as they have."""
+    """Seconds that ranks have to save when the job is cancelled. They end as soon as they have saved."""
 
     def missing_secrets(self, names: Iterable[str]) -> Iterator[Finding]:
         """Yield a finding for each secret that is missing in the environment, which ranks inherit."""
         for name in names:
             if not os.environ.get(name):
-                what = f"the training needs the secret {name}, and this environment has no such variable"
+                what = f"the training needs the secret {name}, but this environment has no such variable"
                 fix = f"export {name}; or set train.wandb.secret=null, which keeps the records in the run's folder"
                 yield Finding("error", "platform.secrets", what, fix)

@@ -186,7 +186,7 @@ class Cli:
         if any("," in value for value in work.network.annotations.values()):  # the program splits values at commas
             missing.append("platform.network needs the REST API")
         if missing:
-            what = f"`{settings.cli} {' '.join(dialect.submit)}` has not got every flag: {', '.join(missing)}"
+            what = f"`{settings.cli} {' '.join(dialect.submit)}` lacks flags: {', '.join(missing)}"
             fix = "leave the setting out, install a newer runai, or submit by REST (platform.url)"
             raise ConfigProblem(what, fix=fix)
         for _, name, value in flags:
@@ -268,14 +268,14 @@ class Cli:
                 lines = lines[:number]
                 break
         last = one_line(" ".join(lines[-3:]))
-        what = f"{command} ended with {done.returncode}: {last or 'without a word'}"
+        what = f"{command} ended with exit code {done.returncode}: {last or 'it printed nothing'}"
         if _LOGIN.search(last):
             raise LoginProblem(what, fix=f"log in with `{self._settings.cli} login`, and run again")
         if answered and _FORBIDDEN.search(last):
             fix = f"request a role in the project {self._settings.project}, or log in as a user who has one"
             raise LoginProblem(what, fix=fix)
         if answered and _REFUSED.search(printed):
-            raise PlatformRefused(what, fix=f"see that the project {self._settings.project} exists and is yours")
+            raise PlatformRefused(what, fix=f"check that the project {self._settings.project} exists and has you")
         raise PlatformUnreachable(what)
 
 

@@ -128,7 +128,7 @@ class RunaiPlatform:
     def submit(self, submission: Submission) -> JobId:
         reference = WorkloadReference.of(submission.job_id)
         if submission.body["node"]["image"] == UNBUILT:
-            raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
+            raise PlatformRefused("the submission has no image", fix="build it, or set image.kind=prebuilt")
         if self._api.phase(reference.name) is None:
             self._launch(reference.name, submission.body["sent"])
         attempt = open_storage(reference.directory)

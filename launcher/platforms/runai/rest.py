@@ -187,14 +187,12 @@ class Rest:
                 continue
             if answer.has_redirect_location:
                 target = origin_of(answer.headers["location"]) or "another path"
-                what = (
-                    f"{what} is redirected to {target} ({answer.status_code}), where credentials are not sent unasked"
-                )
+                what = f"{what} is redirected to {target} ({answer.status_code}), and credentials are not sent there"
                 raise PlatformRefused(what, fix="write the control plane's own address in platform.url")
             if answer.status_code < 500 and answer.status_code not in _UNCLEAR:
                 return answer
             problem = f"{answer.status_code}: {self._message_of(answer)}"
-        raise PlatformUnreachable(f"{what}: {problem}", fix="see that this machine reaches platform.url")
+        raise PlatformUnreachable(f"{what}: {problem}", fix="check that this machine reaches platform.url")
 
     def _message_of(self, answer: httpx.Response) -> str:
         """Return the server's message, except for a request for a token, whose answer may repeat the secret."""

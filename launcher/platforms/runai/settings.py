@@ -64,13 +64,13 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     kind: Literal["runai"] = discriminator("runai")
 
     api: Literal["auto", "rest", "cli"] = "auto"
-    """The REST API, the `runai` program, or `auto`: REST where `url` and credentials are there, else the program."""
+    """The REST API, the `runai` program, or `auto`: REST with a `url` and credentials, else the program."""
     url: str | None = Field(None, pattern=r"^https?://[^\s/@]+$")
     """The URL of the control plane, for REST: https://my-company.run.ai"""
     credentials: str = Field("RUNAI", pattern=r"^[A-Z][A-Z0-9_]*$")
     """Name of the application's credentials: variables <NAME>_CLIENT_ID and <NAME>_CLIENT_SECRET, or …_FILE paths."""
     cli: str = "runai"
-    """The name on PATH of the `runai` program, as `runai-2.18`. Its login is its own."""
+    """The name on PATH of the `runai` program, as `runai-2.18`. Log in with it before."""
     cli_version: Literal["auto", "v1", "v2"] = "auto"
     """v1 has `runai submit-dist pytorch`, v2 `runai training pytorch submit`; auto queries the program."""
     project: str = Field(pattern=NAME)
@@ -95,11 +95,11 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     """Wait for such machines, rather than prefer them."""
     network: ByMultus = DEFAULT
     allow_tcp_fallback: bool = False
-    """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
+    """Continue if NCCL uses plain sockets instead of RDMA; otherwise such a run stops."""
     priority: str | None = Field(None, pattern=NAME)
     """Priority class; empty is the project's default."""
     preemptible: bool | None = None
-    """Permission to stop it for others, and to use more than the project's quota; empty is Run:ai's default."""
+    """Whether Run:ai may stop the job for others, and lend it more than the project's quota; empty is its default."""
     pvcs: tuple[MountedPvc, ...] = ()
     """Volumes that all pods mount; one has the root, where that is a folder."""
     secrets: dict[str, str] = Field({}, json_schema_extra={"default": {}})
@@ -143,11 +143,11 @@ class RunaiPlatformConfig(MultusSettings, ClusterSettings, title="Run:ai"):
     def _fits_together(self) -> Self:
         # `plan` and `render` run this program, and a config may come from another user.
         if not re.fullmatch(r"[A-Za-z0-9_.-]*runai[A-Za-z0-9_.-]*", self.cli):
-            fix = "add its folder to PATH, and give its name, which has `runai` in it"
+            fix = "add its folder to PATH, and give only its name, which must contain `runai`"
             raise ValueError(f"platform.cli={self.cli!r} is not the name of a runai program on PATH; {fix}")
         if self.gpus % 1 and (self.gpus > 1 or self.nodes > 1 or self.network != DEFAULT):
             what = f"platform.gpus={self.gpus}, nodes={self.nodes}, network={self.network}"
-            fix = f"give whole GPUs, or one node of network={DEFAULT} a part below 1"
+            fix = f"give whole GPUs, or a part with platform.nodes=1 and platform.network={DEFAULT}"
             raise ValueError(f"{what}: NCCL wants a GPU of its own for each rank; {fix}")
         require_gpus(None, gpus=self.node_gpus, processes=self.processes_per_node)
         if self.url is not None and not is_protected(self.url):

@@ -62,19 +62,19 @@ _FAILURE_CLASSES = {
 
 # https://slurm.schedmd.com/job_reason_codes.html; those that are not here are shown as they are.
 _REASONS = {
-    "Priority": ("jobs of a higher priority come first", "wait, or take another partition or qos"),
+    "Priority": ("jobs of a higher priority come first", "wait, or set another platform.partition or qos"),
     "Resources": ("the nodes that it needs are in use", "wait, or request fewer nodes or less time"),
     "ReqNodeNotAvail": ("nodes that it needs are down, drained or reserved", "see `sinfo -R`, or exclude fewer nodes"),
-    "PartitionTimeLimit": ("platform.time is longer than the partition allows", "shorten it: see `sinfo -o '%P %l'`"),
+    "PartitionTimeLimit": ("platform.time is longer than the partition allows", "lower it: see `sinfo -o '%P %l'`"),
     "PartitionNodeLimit": (
         "the partition allows fewer nodes, or nodes of it are down or drained",
         "see `sinfo -R`; wait, lower platform.nodes, or take another partition",
     ),
-    "PartitionDown": ("the partition is down", "take another one: see `sinfo`"),
-    "PartitionInactive": ("the partition is inactive", "take another one: see `sinfo`"),
+    "PartitionDown": ("the partition is down", "set another platform.partition: see `sinfo`"),
+    "PartitionInactive": ("the partition is inactive", "set another platform.partition: see `sinfo`"),
     "BadConstraints": ("no nodes match platform.constraint", "see `sinfo -o '%P %f'`"),
-    "JobHeldUser": ("you hold it", "scontrol release it"),
-    "JobHeldAdmin": ("an administrator holds it", "contact them"),
+    "JobHeldUser": ("you hold it", "release it: scontrol release JOB"),
+    "JobHeldAdmin": ("an administrator holds it", "contact the administrator"),
     "BeginTime": ("its time to begin has not come", "wait: a requeued job is held back for two minutes"),
     "InvalidAccount": ("platform.account is not valid", "see `sacctmgr show associations user=$USER`"),
     "InvalidQOS": ("platform.qos is not valid", "see `sacctmgr show associations user=$USER format=qos`"),
@@ -184,7 +184,7 @@ class SlurmPlatform:
             kind = max(disks, key=lambda disk: len(disk.mountpoint)).fstype if disks else ""
             if kind in _LOCAL_DISKS:
                 what = f"the run's folder {directory} is on a disk of this machine ({kind}), which nodes may not see"
-                yield Finding("warning", "slurm.root", what, "take a root on a file system that all nodes mount")
+                yield Finding("warning", "slurm.root", what, "set root to a folder that all nodes mount")
         table = ""
         try:
             printed = self._run("sinfo", "-h", "-o", "%P %a %l %D %G")
@@ -193,8 +193,8 @@ class SlurmPlatform:
                 most, wanted = seconds_of(limit), seconds_of(settings.time or "")
                 chosen = name.rstrip("*") == settings.partition if settings.partition else name.endswith("*")
                 if chosen and most and wanted and wanted > most:  # Slurm takes such a job, and never starts it
-                    what = f"platform.time={settings.time}, and the partition {name.rstrip('*')} allows {limit}"
-                    yield Finding("error", "slurm.time", what, "shorten it: the next attempt continues where one ends")
+                    what = f"platform.time={settings.time}, but the partition {name.rstrip('*')} allows {limit}"
+                    yield Finding("error", "slurm.time", what, "lower it: each attempt continues the last one")
             # The controller itself says whether the partition, account, qos and nodes are to be had; nothing is made.
             self._run("sbatch", "--test-only", stdin=submission.body["script"])
         except PlatformRefused as error:
@@ -218,7 +218,7 @@ class SlurmPlatform:
         number, the next one finds the job by its name."""
         job, script = SlurmJob.of(submission.job_id), submission.body["script"]
         if UNBUILT in script:
-            raise PlatformRefused("the image is not known yet", fix="run the image step first, or name a prebuilt one")
+            raise PlatformRefused("the submission has no image", fix="build it, or set image.kind=prebuilt")
         attempt, record = open_storage(job.directory), self._submission_of(job)
         row = self._find(job, record, fresh=True)
         if record is not None and record.number is not None:
@@ -261,7 +261,7 @@ class SlurmPlatform:
         if refusal is not None:
             raise refusal
         if not numbers:
-            raise PlatformUnreachable(f"`sbatch` printed no job's number, but {printed[:200]!r}")
+            raise PlatformUnreachable(f"`sbatch` did not print the number of a job, but {printed[:200]!r}")
         return numbers[-1], self._whoami[0]
 
     def _refuse_rivals(self, script: str) -> None:
@@ -401,7 +401,7 @@ class SlurmPlatform:
             content = attempt.read(SUBMITTED, most=1 << 16)
         except FileNotFoundError:
             return None
-        fix = f"see by `squeue --name={job.name}` that no such job runs, then remove that file"
+        fix = f"check with `squeue --name={job.name}` that no such job runs, then remove that file"
         record = parse_json(content, SlurmSubmission, where=attempt.address(SUBMITTED), fix=fix)
         if record.name != job.name:
             return None
@@ -417,7 +417,7 @@ class SlurmPlatform:
         what = f"job {which} was submitted by {record.user} on the cluster {record.cluster!r}"
         what = f"{what}, and Slurm does not show it to {user} on {cluster!r}: it may be running"
         file = open_storage(job.directory).address(SUBMITTED)
-        fix = f"run this as {record.user} on that cluster; where the job has surely ended, remove {file}"
+        fix = f"run this as {record.user} on that cluster; if the job has surely ended, remove {file}"
         # A job without a number may be on its way to Slurm, and be visible to the next query.
         raise PlatformUnreachable(what, fix=fix, no_retry=record.number is not None)
 
@@ -459,7 +459,7 @@ class SlurmPlatform:
             flags = ("-o", "BatchMode=yes", "-o", "ForwardAgent=no")  # the node's root could use the agent's keys
             command, program = ["ssh", *flags, "--", host, shlex.join(command)], "ssh"
         if shutil.which(program) is None:
-            fix = "run it on a login node of the cluster, or name one: platform.host"
+            fix = "run the command on a login node of the cluster, or set platform.host to one"
             raise NotInstalled(f"platform.kind=slurm needs `{program}`, which is not on PATH", fix=fix)
         try:
             done = subprocess.run(
@@ -485,7 +485,7 @@ class SlurmPlatform:
             raise PlatformUnreachable(what)
         if code == 127:
             what = f"{host or 'this machine'} has no `{argv[0]}` on PATH"
-            raise NotInstalled(what, fix="name a login node of the cluster")
+            raise NotInstalled(what, fix="set platform.host to a login node of the cluster")
         # A command that was killed may have done its work. Slurm's own exit codes go up to 255, as 210 for "denied".
         if _TRANSIENT.search(message) or code < 0 or code - 128 in {SIGHUP, SIGINT, SIGKILL, SIGTERM}:
             raise PlatformUnreachable(what)
@@ -500,7 +500,7 @@ def _answer(pattern: str, text: str, command: str) -> str:
     """Return a command's last line that matches the pattern. A login shell may print other lines."""
     found = re.findall(pattern, text, re.MULTILINE)
     if not found:
-        raise PlatformUnreachable(f"`{command}` gave no answer, but printed {text[:200]!r}")
+        raise PlatformUnreachable(f"`{command}` printed {text[:200]!r} instead of an answer")
     return str(found[-1])
 
 

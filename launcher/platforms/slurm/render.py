@@ -40,7 +40,7 @@ def render(job: Job, settings: SlurmPlatformConfig) -> Submission:
         log_flags = ("--log-uri", job.directory, "--log-every", "10")
     else:
         directory, start = job.directory, 'exec "$@"'
-        fail = _fail("root", f"the run's folder {job.directory} is not there on this node, or cannot be written")
+        fail = _fail("root", f"the run's folder {job.directory} does not exist on this node, or cannot be written")
         folder.append(_FOLDER.format(folder=shlex.quote(job.directory), fail=fail))
         mounts.insert(0, str(PurePosixPath(job.root or job.directory)))
         log = f"{job.directory.replace('%', '%%')}/node-%n.log"  # `%` begins a replacement

@@ -66,7 +66,7 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     """A login node by its name for `ssh` (`me@login.example.org`, or one of ~/.ssh/config), where Slurm's commands are;
     empty is this machine."""
     account: str | None = Field(None, pattern=_WORD)
-    """The account that pays."""
+    """The account that is charged; empty is your default one."""
     partition: str | None = Field(None, pattern=_WORD)
     """Partition; empty is the cluster's default."""
     qos: str | None = Field(None, pattern=_WORD)
@@ -86,16 +86,16 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
     gres: str | None = Field(None, pattern=_WORD)
     """Generic resources of each node, in place of `--gpus-per-node`, where a cluster wants that: gpu:h100:8."""
     cpus: Count | None = Field(None, gt=0, json_schema_extra=without_default)
-    """CPU cores of each node; empty is what the cluster gives by itself."""
+    """CPU cores of each node; empty is the cluster's default."""
     memory: str | None = Field(None, pattern=r"^[0-9]+[KMGT]?$")
-    """Memory of each node (`200G`); 0 is all of it, empty is what the cluster gives by itself."""
+    """Memory of each node (`200G`); 0 is all of it, empty is the cluster's default."""
     exclusive: bool = False
     """Share the nodes with no other job."""
     time: str | None = Field(None, json_schema_extra={"examples": ["24:00:00", "2-00:00:00"]})
     """Time limit in Slurm's own form. The training saves before it, and the next attempt continues from there."""
     network: OnMachines = DEFAULT
     allow_tcp_fallback: bool = False
-    """Go on where NCCL turns out to use plain sockets instead of RDMA; otherwise such a run stops."""
+    """Continue if NCCL uses plain sockets instead of RDMA; otherwise such a run stops."""
     venv: str | None = Field(None, pattern=_PATH)
     """A virtual or conda environment on the cluster, which has train-litgpt; empty takes `python` as PATH has it."""
     modules: tuple[_Word, ...] = ()
@@ -142,11 +142,11 @@ class SlurmPlatformConfig(MachineSettings, ClusterSettings, title="Slurm"):
             raise ValueError(f"platform.time={self.time!r} is not a time limit; {fix}")
         if self.time is not None and (seconds_of(self.time) or 0) <= self.grace_period:
             what = f"platform.time={self.time} is not longer than platform.grace_period={self.grace_period} seconds"
-            raise ValueError(f"{what}; give the job more time, or ranks less to save")
+            raise ValueError(f"{what}; raise platform.time, or lower platform.grace_period")
         if self.container is None and (self.container_image is not None or self.mounts):
-            raise ValueError("platform.container_image and mounts are a container's; set platform.container too")
+            raise ValueError("platform.container_image and platform.mounts need platform.container; set it too")
         if self.container is not None and (self.venv is not None or self.modules):
-            raise ValueError("platform.venv and modules are not seen in a container; keep one of the two")
+            raise ValueError("platform.venv and platform.modules are not seen in a container; leave them out")
         for option in self.options:
             if not (found := re.fullmatch(r"--([a-z][A-Za-z0-9-]*)(=\S+)?", option)):
                 raise ValueError(f"platform.options has {option!r}; write each as sbatch takes it: --name=value")

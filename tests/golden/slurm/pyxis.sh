@@ -15,7 +15,7 @@ fail() {
   exit 40
 }
 
-: >> /shared/runs/owt/attempts/1/node-0.log || fail root 'the run'"'"'s folder /shared/runs/owt/attempts/1 is not there on this node, or cannot be written'
+: >> /shared/runs/owt/attempts/1/node-0.log || fail root 'the run'"'"'s folder /shared/runs/owt/attempts/1 does not exist on this node, or cannot be written'
 exec >> /shared/runs/owt/attempts/1/node-0.log 2>&1
 export LITGPT_NETWORK='{"name":"tcp","shm_bytes":1073741824,"gpus":8,"test_seconds":0}'
 export PYTHONUNBUFFERED=1

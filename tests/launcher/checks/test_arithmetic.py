@@ -109,13 +109,13 @@ def test_auto_strategy_follows_memory_before_network_speed() -> None:
     assert (strategy, why[: why.index("; w")]) == (
         "hybrid",
         "each node holds a copy and sends 32.1 GB a step; fsdp would send 60.2 GB a step, 3.9 s at 122 Gbit/s "
-        "(as the network test measured), and the products take 1.1 s",
+        "(as the network test measured), and the matrix products take 1.1 s",
     )
     strategy, why = figures_of(llama)["strategy"]
     assert (strategy, why[: why.index("; w")]) == (
         "fsdp",
         "it takes least memory and sends 60.2 GB a step, 0.32 s at 1,520 Gbit/s (the least of tcpxo), "
-        "and the products take 1.1 s, which hide it",
+        "which the matrix products of 1.1 s hide",
     )
     unknown = llama.model_copy(update={"platform": llama.platform.model_copy(update={"network": "tcp"})})
     assert figures_of(unknown)["strategy"][0] == "hybrid", "which sends least, however fast the network is"

@@ -180,7 +180,7 @@ REFUSED = [
         "| train.global_batch=16",
         "set image.architecture to arm64",
     ),
-    ("dataset_workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not answer"),
+    ("dataset_workers={kind: dask, scheduler: 'tcp://127.0.0.1:9'}", "scheduler=tcp://127.0.0.1:9 does not accept"),
     ("data.tokenizer={kind: file, path: pi.py}", "is not a tokenizer, or is cut off (Cannot"),
     ("sweep={grid: {model.config.padded_vocab_size: [320, 64], train.seed: [1, 2]}}", "train.seed=1 and 1 more: the"),
     (f"{HUGE_BATCH} | sweep={{grid: {{train.seed: {list(range(64))}}}, max_parallel: 64}}", "set sweep.max_parallel="),

@@ -105,7 +105,7 @@ def test_plan_refuses_packages_from_another_place(tmp_path: Path, monkeypatch: p
     ("model", "length", "code", "message"),
     [
         ({"name": "Mixtral-8x7B-v0.1"}, 128, "model.experts", "routes tokens to 8 experts"),
-        ({"name": "Mixtral-8x7B-v0.1", "init_from": "a/mixtral"}, 128, "train.float8", "an expert sees any"),
+        ({"name": "Mixtral-8x7B-v0.1", "init_from": "a/mixtral"}, 128, "train.float8", "an expert gets any"),
         ({"name": "pythia-14m"}, 100, "train.float8", "model.sequence_length=100 are 100"),
         ({"name": "pythia-14m"}, 128, None, ""),
     ],

@@ -115,7 +115,7 @@ def test_local_job_of_another_host_is_unknown_until_it_ends(tmp_path: Path) -> N
     elsewhere = {"machine": "0123456789ab", "host": "other-laptop", "attempt": 2}
     record = handle.reattach_or_create().model_copy(update=elsewhere | {"directory": handle.make_job(2).directory})
     handle.attempts.index.create(record)
-    with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine knows"):
+    with pytest.raises(PlatformUnreachable, match="was started on other-laptop, and only that machine can query it"):
         handle.attempts.live()
     handle.attempts.index.record_end(record, JobStatus(state=JobState.FAILED, native="node 1 ended with 43"))
     assert handle.attempts.live() is None
@@ -167,7 +167,7 @@ def test_jobs_are_cancelled_in_parallel_and_remains_are_logged(tmp_path: Path) -
 
     def log(what: str) -> None:
         notes.add(what)
-        if len([note for note in notes if f"still existing: job strict/{RUN}" in note]) == 2:
+        if len([note for note in notes if f"these resources remain: job strict/{RUN}" in note]) == 2:
             heard.set()
 
     cancelling, heard, notes, platform, silent = Barrier(2), Event(), set[str](), Slow(), StrictPlatform()
@@ -315,7 +315,7 @@ def test_moved_root_still_finds_its_jobs(platform: StrictPlatform, tmp_path: Pat
     moved = handle_on(platform, new, RUN)
     [found] = moved.attempts.all()
     assert (found.record.job_id, found.record.directory) == (job_id, f"{new}/runs/{RUN}/attempts/1")
-    with pytest.raises(RunIsLive, match=f"it writes to {old}, where this root was; .*--replace"):
+    with pytest.raises(RunIsLive, match=f"it writes to {old}, from which this root was moved; .*--replace"):
         moved.reattach_or_create()
     assert moved.attempts.cancel() == [job_id]
     assert moved.reattach_or_create().attempt == 2

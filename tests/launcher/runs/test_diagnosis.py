@@ -148,7 +148,7 @@ def test_without_reports_platform_exit_code_or_last_lines_count() -> None:
     assert (found.fault, found.node, found.action) == (FailureClass.NODE, None, Action.RESTART)
     last = [f"[node 0] line {number}" for number in range(25, 40)]
     assert found.evidence.splitlines() == ["supervisor lost; last lines:", *last]
-    query = "its nodes left neither a report of a failure nor a line of log"
+    query = "its nodes left neither a report nor a log line"
     assert diagnose(status, [report(0, None)], (), logs="/1").evidence == f"supervisor lost; {query}"
     for code, fault in (
         (EXIT_CODES[FailureClass.DATA], FailureClass.DATA),

@@ -101,7 +101,7 @@ def test_damaged_record_is_named_with_the_effect_of_its_removal(index: Index, tm
     index.record_end(record(), ENDED)
     for path in (*(tmp_path / INDEX / RUN).iterdir(), tmp_path / f"runs/{RUN}/attempts/1/diagnosis.json"):
         path.write_text(path.read_text()[:40])
-    with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* look for the job on its platform"):
+    with pytest.raises(DataError, match=r"1\.json is not a valid AttemptRecord .* check on the platform that the job"):
         index.records(RUN)
     with pytest.raises(DataError, match=r"remove that file; its attempt is then not counted"):
         index.diagnoses_of_flow_run(RUN, "mine")
@@ -123,7 +123,7 @@ def test_damaged_record_stops_no_command_for_another_run(index: Index, tmp_path:
     for query in ("forged", "@last"):  # either may be the one that is meant
         with pytest.raises(DataError, match="2 records of the run index could not be read"):
             resolve_target(query, root=str(tmp_path))
-    with pytest.raises(DataError, match=f"is of attempt 1 of {RUN}; whether its job runs cannot be known"):
+    with pytest.raises(DataError, match=f"is of attempt 1 of {RUN}; check on the platform"):
         index.records("forged-0123456789")
 
 

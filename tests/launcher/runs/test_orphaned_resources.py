@@ -81,7 +81,7 @@ def test_cleanup_shows_what_is_left_and_removes_it_after_a_yes(tmp_path: Path, m
     orphan = subprocess.Popen(command, env={**os.environ, JOB_TAG: record.job_id}, stdin=subprocess.PIPE)
     with orphan:
         assert f"{record.run}, attempt 1, on local: process {orphan.pid}" in cleanup("--dry-run")
-        assert "nothing was removed; --yes removes it" in cleanup()
+        assert "nothing was removed; remove all of it with --yes" in cleanup()
         assert orphan.poll() is None
         assert "no resources remain" in cleanup("--yes")
         assert orphan.wait() != 0

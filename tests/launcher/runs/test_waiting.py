@@ -135,7 +135,7 @@ def test_long_silence_ends_the_wait_and_leaves_the_job_alone(followed: Followed)
 def test_wait_for_an_unknown_job_ends(followed: Followed) -> None:
     remove = partial(followed.platform.remove, followed.id)
     remove()
-    with pytest.raises(PlatformUnreachable, match=r"strict has not known strict/gpt-1-1-\w+ for \d+ s; was it removed"):
+    with pytest.raises(PlatformUnreachable, match=r"strict has had no job strict/gpt-1-1-\w+ for \d+ s; check whether"):
         followed.follow((500, followed.appear), (600, remove), patience=550)
     assert followed.clock.now() >= 1000 + 600 + 550
 

@@ -50,11 +50,11 @@ def test_invalid_counts_are_refused(written: object) -> None:
         (
             RunConfig,
             {"train": {"profiler": {"ranks": [0, 2]}}},
-            "ranks that do not exist: the run has 1, the first is 0",
+            "ranks that do not exist; list ranks from 0 to 0",
         ),
         (TrainConfig, {"strategy": "fsdp", "precision": "16-mixed"}, "take bf16-mixed"),
         (TrainConfig, {"strategy": "hybrid", "compile": "model"}, "with train.strategy=hybrid; take .*=blocks"),
-        (RunConfig, {"train": {"strategy": "hybrid"}}, "nodes=1 with .*_per_node=1 each; take train.strategy=fsdp, or"),
+        (RunConfig, {"train": {"strategy": "hybrid"}}, "nodes=1 with .*_per_node=1 each; set train.strategy=fsdp, or"),
         (TrainConfig, {"float8": True, "compile": "blocks", "precision": "32-true"}, "but train.precision=32-true"),
         (ModelConfig, {"name": "pythia-14m", "sequence_length": 1024}, "longer than the block_size of pythia-14m, 512"),
         (ModelConfig, {"name": None}, "at least n_layer, n_embd and n_head"),

@@ -51,7 +51,7 @@ def node_preempted(cluster: Cluster, scene: Scene) -> None:
     [
         (api_away_for_a_minute, "waiting, the job goes on", (1,)),
         (token_expires, "", (1,)),
-        (node_preempted, "restarted by its platform|preempted", (1, 2)),
+        (node_preempted, "its platform restarted|preempted", (1, 2)),
     ],
 )
 def test_faults_of_a_cluster_cost_the_training_nothing(

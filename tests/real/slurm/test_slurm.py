@@ -283,7 +283,7 @@ def test_root_that_nodes_do_not_see_is_a_user_error(
         platform, job_id = submitted_job(root, "unseen", "print('ran')")
         seen = ended(platform, job_id)
         assert (seen.state, seen.exit_codes) == (JobState.FAILED, {0: 40})
-        assert "is not there on this node, or cannot be written" in seen.evictions[0]
+        assert "does not exist on this node, or cannot be written" in seen.evictions[0]
 
 
 def test_node_gets_secrets_below_an_odd_root(slurm: Cluster, tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def found(settings: BatchPlatformConfig, **changes: Any) -> dict[str, Finding]:
         ({"machine": "a2-highgpu-8g", "gpus": 4}, "has 8; leave platform.gpus out"),
         ({**L4, "spot": True, "reservation": "projects/p/zones/z/reservations/mine"}, "keep one"),
         ({**L4, "flex_start": True}, "needs platform.flex_start_duration"),
-        ({**L4, "registry_username": SECRET}, "a login takes both"),
+        ({**L4, "registry_username": SECRET}, "make one login"),
         ({**L4, "zones": ["us-east1-b"]}, "us-east1-b, which is not a zone of platform.location=us-central1"),
         ({**L4, "tags": ["No Tag"]}, "tags.0"),
     ],
@@ -148,7 +148,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], named: str
 @pytest.mark.parametrize(
     ("changes", "code", "fix"),
     [
-        ({"machine": "n2-standard-8"}, "batch.machine", "platform.gpus (0 trains on CPUs)"),
+        ({"machine": "n2-standard-8"}, "batch.machine", "platform.gpus to its number of them (0 trains on CPUs)"),
         ({"machine": "a3-highgpu-8g"}, "batch.network", "platform.kind=gke"),
         ({"machine": "a4-highgpu-8g"}, "batch.boot-disk", "hyperdisk-balanced"),
         ({**L4, "subnetwork": "projects/p/regions/us-east1/subnetworks/s"}, "batch.subnetwork", "regions/us-central1"),

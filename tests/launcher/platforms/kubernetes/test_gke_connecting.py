@@ -91,7 +91,7 @@ def test_cluster_of_a_record_needs_a_project_the_user_names(monkeypatch: pytest.
     for known in ("", PROJECT):
         monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", known)
         for config in (None, settings()):
-            with pytest.raises(ConfigProblem, match="export GOOGLE_CLOUD_PROJECT=evil, or give the verb a config"):
+            with pytest.raises(ConfigProblem, match="export GOOGLE_CLOUD_PROJECT=evil, or give the command a config"):
                 recorded_platform(section, config)
     assert recorded_platform(section, settings().model_copy(update={"project": "evil"})).name == "gke"
     monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "evil")
@@ -123,7 +123,7 @@ def test_endpoint_is_found_again_when_a_cluster_moves(cloud: GoogleCloud, monkey
 
 
 def test_unknown_cluster_is_refused_with_the_existing_ones(cloud: GoogleCloud) -> None:
-    message = rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; there is here in"
+    message = rf"platform\.cluster=her is not in europe-west4-b of project {PROJECT}; choose one of here in"
     with pytest.raises(ConfigProblem, match=message):
         connect(settings("her"))
 

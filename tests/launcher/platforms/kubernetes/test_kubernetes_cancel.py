@@ -91,7 +91,7 @@ def test_cancel_names_the_machine_that_does_not_answer(cluster: Cluster, tmp_pat
 @pytest.mark.parametrize(
     ("kinds", "verbs", "refused", "rest"),
     [
-        (KINDS[:-1], ["*"], r'cannot list resource "resourceclaimtemplates".*rbac\.yaml', "seen of it is gone"),
+        (KINDS[:-1], ["*"], r'cannot list resource "resourceclaimtemplates".*rbac\.yaml', "can list is gone"),
         (KINDS, ["list"], r'cannot deletecollection resource "jobsets"', "still there: 1 jobsets.jobset.x-k8s.io"),
     ],
 )

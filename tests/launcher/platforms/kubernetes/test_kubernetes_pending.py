@@ -150,7 +150,7 @@ def test_deactivated_workload_of_kueue_ends_the_run(bare: Cluster, tmp_path: Pat
         ({"QuotaReserved": ("False", "Pending", "insufficient quota, 1 more needed")}, "queue", "warning", "1 more"),
         ({"QuotaReserved": ("False", "Pending", "request > maximum capacity")}, "queue", "error", "maximum capacity"),
         ({"Evicted": ("True", "Preempted", "for another")}, "evicted", "warning", "taken the machines back"),
-        ({}, "queue", "warning", "has not taken notice"),
+        ({}, "queue", "warning", "has not yet created a Workload"),
     ],
 )
 def test_conditions_of_kueue_are_findings(

@@ -119,7 +119,7 @@ def test_too_few_machines_are_reported_with_the_unfit_ones(bare: Cluster) -> Non
     bare.add_nodes(1)
     news = found(bare, machine="a3-highgpu-8g", nodes=3)["kubernetes.machines"]
     assert news.severity == "error"
-    assert "only 1 of 3 machines exist" in news.what
+    assert "1 machines fit, but the job needs 3" in news.what
     for why in ("with 4 GPUs of 8", "with the taint team=x", "without the label cloud.google.com/gke-accelerator"):
         assert f"1 {why}" in news.what
 

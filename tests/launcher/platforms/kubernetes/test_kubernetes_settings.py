@@ -43,8 +43,8 @@ def found(options: dict[str, Any], **changes: Any) -> dict[str, Finding]:
         ({"network_registry": "google"}, "network_registry: 'google' given"),  # somebody's folder on Docker Hub
         ({"in_cluster": True, "kubeconfig": "k"}, "different ways to a cluster; keep one"),
         ({"cluster": "mine", "location": "x"}, "platform.cluster belongs to a GKE cluster; set platform.kind=gke"),
-        ({"kind": "gke", "cluster": "mine"}, "take kind kubernetes for another cluster"),
-        ({"kind": "gke", "kubeconfig": "k"}, "take kind kubernetes for another cluster"),
+        ({"kind": "gke", "cluster": "mine"}, "set platform.kind=kubernetes for another cluster"),
+        ({"kind": "gke", "kubeconfig": "k"}, "set platform.kind=kubernetes for another cluster"),
         ({"secrets": {"KEY": "the key itself"}}, r"secrets\.KEY"),
     ],
 )

@@ -69,7 +69,7 @@ def test_owned_objects_are_deleted_with_their_job(cluster: Cluster, tmp_path: Pa
 def test_submit_keeps_a_service_of_another_owner(cluster: Cluster, tmp_path: Path) -> None:
     platform = kubernetes(cluster, workload="job")
     cluster.apply("services", {"metadata": {"name": "demo-1-000000"}, "spec": {"clusterIP": "None"}})
-    with pytest.raises(PlatformRefused, match="Service demo-1-000000 exists, but belongs to something else"):
+    with pytest.raises(PlatformRefused, match="Service demo-1-000000 already exists, and this job did not create it"):
         platform.submit(platform.render(job(tmp_path)))
     until(lambda: not cluster.objects("jobs"))
     assert len(cluster.objects("services")) == 1
@@ -81,7 +81,7 @@ def test_submit_keeps_a_job_of_another_run(cluster: Cluster, tmp_path: Path, wor
     platform = kubernetes(cluster, workload=workload)
     platform.submit(platform.render(job(tmp_path, root="first")))
     before = cluster.objects(f"{workload}s")
-    with pytest.raises(PlatformRefused, match="demo-1-000000 exists, but belongs to something else"):
+    with pytest.raises(PlatformRefused, match="demo-1-000000 already exists, and this job did not create it"):
         platform.submit(platform.render(job(tmp_path, root="second")))
     assert [thing["metadata"]["uid"] for thing in cluster.objects(f"{workload}s")] == [before[0]["metadata"]["uid"]]
 
@@ -90,7 +90,7 @@ def test_submit_refuses_before_it_creates_anything(cluster: Cluster, tmp_path: P
     platform = kubernetes(cluster)
     nowhere = kubernetes(cluster, namespace="nowhere")
     bad: dict[str, Submission] = {
-        "the submission has no image; build it first": platform.render(job(tmp_path, image=None)),
+        "the submission has no image; build it, or": platform.render(job(tmp_path, image=None)),
         "create the namespace, or fix platform.namespace": nowhere.render(job(tmp_path)),
         "cannot be written": platform.render(job(tmp_path, directory="/dev/null/attempts/1")),
     }

@@ -116,11 +116,11 @@ def test_there_is_one_rank_per_gpu() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gpus": 0.5}, "NCCL wants a GPU of its own for each rank; give whole GPUs, or one node"),
+        ({"gpus": 0.5}, "NCCL wants a GPU of its own for each rank; give whole GPUs, or a part"),
         ({"api": "rest"}, "platform.api=rest needs platform.url"),
         ({"url": "http://localhost.evil.example"}, "is not encrypted"),
-        ({"cli": "/opt/runai/bin/runai"}, "add its folder to PATH, and give its name"),
-        ({"cli": "sh"}, "which has `runai` in it"),
+        ({"cli": "/opt/runai/bin/runai"}, "add its folder to PATH, and give only its name"),
+        ({"cli": "sh"}, "which must contain `runai`"),
         ({"secrets": {"KEY": "wandb"}}, "name a Kubernetes secret of the project and its entry"),
     ],
 )

@@ -147,13 +147,13 @@ def test_step_takes_the_cores_of_the_job(variables: dict[str, str], cores: str, 
         ({"time": "a day"}, "is not a time limit"),
         ({"time": "1", "grace_period": 60}, "not longer than platform.grace_period"),
         ({"gpus": 2, "processes_per_node": 4}, "ranks cannot share one"),
-        ({"mounts": ["/scratch"]}, "set platform.container too"),
+        ({"mounts": ["/scratch"]}, "need platform.container; set it too"),
         ({"container": "pyxis", "venv": "/venv"}, "not seen in a container"),
         ({"options": ["licenses"]}, "--name=value"),
         ({"options": ["-Jother"]}, "--name=value"),
         *(({"options": [option]}, "would undo what the launcher sets or finds") for option in TAKEN.split()),
         ({"secrets": {"TOKEN": "secret-value"}}, "is not a path"),
-        ({"roce_interface": "eth1"}, "means nothing to platform.network=tcp"),
+        ({"roce_interface": "eth1"}, "is not a setting of platform.network=tcp"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -200,7 +200,7 @@ def test_root_that_slurm_cannot_write_is_refused(character: str) -> None:
         ("gs://bucket", {"venv": "/nosuch"}, {"python": "exit 1"}, "[slurm.venv] platform.venv=/nosuch has no python"),
         ("", {"container": "pyxis"}, {"srun": "exit 0"}, "[slurm.container] platform.container=pyxis, but this node"),
         ("", {"container": "apptainer", "container_image": "/no"}, {}, "platform.container_image=/no cannot be read"),
-        ("unseen", {}, {}, "/unseen/attempts/1 is not there on this node, or cannot be written"),
+        ("unseen", {}, {}, "/unseen/attempts/1 does not exist on this node, or cannot be written"),
     ],
 )
 def test_job_that_cannot_start_its_nodes_says_why(
@@ -500,7 +500,7 @@ def test_job_of_a_killed_sbatch_is_not_doubled(code: int, cluster: SlurmCommands
 
 def test_sbatch_without_a_job_is_no_answer(slurm: Callable[..., Any], tmp_path: Path) -> None:
     slurm(sbatch=BANNER.replace("2026", "Try again"))
-    with pytest.raises(PlatformUnreachable, match="`sbatch` printed no job's number, but 'Welcome"):
+    with pytest.raises(PlatformUnreachable, match="`sbatch` did not print the number of a job, but 'Welcome"):
         submitted(tmp_path)
 
 
@@ -510,7 +510,7 @@ def test_greetings_are_no_part_of_an_answer(slurm: Callable[..., Any]) -> None:
     assert platform.check_access() == "Slurm answers on me@login: slurm-wlm 22.05.8"
     assert platform._whoami == ("alice", "")
     slurm(sinfo=BANNER)
-    with pytest.raises(PlatformUnreachable, match="`sinfo --version` gave no answer, but printed 'Welcome"):
+    with pytest.raises(PlatformUnreachable, match="`sinfo --version` printed 'Welcome"):
         platform.check_access()
 
 
@@ -627,5 +627,5 @@ def test_check_finds_jobs_that_slurm_refuses_or_never_starts(slurm: Callable[...
     slurm(sinfo=table, sbatch=("allocation failure: Requested node configuration is not available", 1))
     platform = SlurmPlatform(settings_of(time="3:00:00"))
     found = {finding.code: finding for finding in platform.check(platform.render(job_of(tmp_path)))}
-    assert "platform.time=3:00:00, and the partition main allows 2:00:00" in found["slurm.time"].what
+    assert "platform.time=3:00:00, but the partition main allows 2:00:00" in found["slurm.time"].what
     assert "main* up 2:00:00 3 (null); short up 1:00 3 (null)" in found["slurm.refused"].fix
