@@ -194,7 +194,7 @@ def test_missing_access_credentials_or_extra_has_a_fix(
     with pytest.raises(LoginProblem, match="gcloud auth application-default login"):
         platform_of().check_access()
     monkeypatch.setitem(__import__("sys").modules, "google.cloud.batch_v1", None)
-    with pytest.raises(ConfigProblem, match=r"train-litgpt\[batch\]"):
+    with pytest.raises(ConfigProblem, match=r"pip install '\.\[batch\]'"):
         platform_of().check_access()
 
 
