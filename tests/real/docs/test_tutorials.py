@@ -30,7 +30,7 @@ HAS_SCORES = find_spec("lm_eval") is not None
 
 def stable_words(line: str) -> set[str]:
     """Return the words of a line that do not differ between two runs: no numbers, paths, hashes or units."""
-    stripped = (word.strip(".,:;()") for word in line.split())
+    stripped = (word.strip(".,:;()`") for word in line.split())
     return {word for word in stripped if re.fullmatch(r"[A-Za-z'-]{3,}|✓", word) and word != "min"}
 
 
