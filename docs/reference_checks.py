@@ -34,8 +34,14 @@ AREAS: Mapping[str, tuple[str, str]] = {
     "machine": ("`train-litgpt doctor` lists it.", ""),
     "prefect": ("`train-litgpt doctor` lists it.", "Run a server for a team: ../howto/team-server.md"),
     "local": (f"Jobs on this machine. {_PLANS}", "This machine: ../platforms/local.md"),
-    "kubernetes": (f"The cluster of a job on GKE or another Kubernetes. {_PLANS}", "GKE: ../platforms/gke.md"),
-    "kubernetes.pending": ("`run` and `train-litgpt status` show it while a job waits.", "GKE: ../platforms/gke.md"),
+    "kubernetes": (
+        f"The cluster of a job on GKE or another Kubernetes. {_PLANS}",
+        "Kubernetes: ../platforms/kubernetes.md",
+    ),
+    "kubernetes.pending": (
+        "`run` and `train-litgpt status` show it while a job waits.",
+        "Kubernetes: ../platforms/kubernetes.md",
+    ),
     "runai": (f"Jobs on Run:ai. {_PLANS}", "Run:ai: ../platforms/runai.md"),
     "batch": (f"Jobs on GCP Batch. {_PLANS}", "GCP Batch: ../platforms/batch.md"),
     "slurm": (f"Jobs on Slurm. {_PLANS}", "Slurm: ../platforms/slurm.md"),

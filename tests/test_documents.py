@@ -4,7 +4,7 @@ import re
 import shlex
 import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,18 +13,23 @@ from typer.main import get_command
 
 from cli.main import app
 from docs.diagrams import DIAGRAMS, blocks, drawing
+from launcher.platforms import PLATFORMS
 from litgpt_demo.schedules import SCHEDULES
 
 PAGES = [Path("README.md"), Path("SECURITY.md"), Path("SKILL.md"), *sorted(Path("docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```sh\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```', re.MULTILINE | re.DOTALL)
+HEADINGS = [
+    "At a glance", "Administrator, once", "User, once", "Config", "Check", "Run, follow, cancel", "Storage", "Network",
+    "When something fails", "Security", "Cost and clean-up", "Settings", "Troubleshooting",
+]  # fmt: skip
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
 
 
-def commands(program: str = "") -> Iterator[list[str]]:
+def commands(program: str = "", pages: Iterable[Path] = PAGES) -> Iterator[list[str]]:
     """Words of each command line; comments are left out."""
-    for page in PAGES:
+    for page in pages:
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             for line in block.splitlines():
                 if (arguments := shlex.split(line, comments=True)) and arguments[0].startswith(program):
@@ -61,17 +66,43 @@ def test_documented_command_is_valid_with_an_existing_config(monkeypatch: pytest
     from cli.main import app, console, read_config
 
     monkeypatch.setattr("cli.main.console", console)  # --json takes another one
-    shown = dict(file for page in PAGES for file in FILE.findall(page.read_text(encoding="utf-8")))
-    for name in (name for name in shown if name.endswith(".yaml") and "/" not in name):
-        (tmp_path / name).write_text(shown[name])
+
+    def write_files(page: Path) -> None:
+        for name, text in FILE.findall(page.read_text(encoding="utf-8")):
+            if name.endswith(".yaml") and "/" not in name:
+                (tmp_path / name).write_text(text)
+
+    def written(name: str | Path) -> Path:
+        return tmp_path / name if (tmp_path / name).exists() else Path(name)
+
     verbs = get_command(app).commands  # type: ignore[attr-defined]
-    for command in commands("train-litgpt"):
-        verb, *arguments = command[1:]
-        options = verbs[verb].make_context(verb, list(arguments)).params
-        configs = [word for word in arguments if word.endswith(".yaml") and "/platforms/" not in word]
-        overrides = [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)]
-        for config in configs:
-            read_config((tmp_path if config in shown else Path()) / config, overrides, options.get("platform_file"))
+    for page in PAGES:
+        write_files(page)
+    for page in PAGES:
+        write_files(page)  # two pages may have a file of one name
+        for command in commands("train-litgpt", [page]):
+            verb, *arguments = command[1:]
+            options = verbs[verb].make_context(verb, list(arguments)).params
+            platform_file = options.get("platform_file")
+            configs = [word for word in arguments if word.endswith(".yaml") and word != str(platform_file)]
+            overrides = [word for word in arguments if re.match(r"[a-z]\w*(\.\w+)*=", word)]
+            for config in configs:
+                read_config(written(config), overrides, platform_file and written(platform_file))
+
+
+def test_pages_show_the_shipped_configs_as_they_are() -> None:
+    shown = [
+        file for page in PAGES for file in FILE.findall(page.read_text("utf-8")) if file[0].startswith("deployments/")
+    ]
+    assert len(shown) > 10
+    assert [name for name, text in shown if Path(name).read_text("utf-8") != text] == [], "copy the file into the page"
+
+
+def test_page_of_each_platform_has_the_same_headings() -> None:
+    """Whoever knows one of them finds the same on the others."""
+    headings = re.compile(r"^## (.+)", re.MULTILINE)
+    pages = [Path(f"docs/platforms/{kind}.md").read_text("utf-8") for kind in PLATFORMS]
+    assert [headings.findall(page)[: len(HEADINGS)] for page in pages] == [HEADINGS] * len(PLATFORMS)
 
 
 def test_each_link_to_a_file_leads_somewhere() -> None:

@@ -14,7 +14,7 @@ def needed(*names: str) -> list[str]:
     if missing := [name for name in names if not os.environ.get(name)]:
         pytest.fail(
             f"{', '.join(missing)}: not set. The tests of `make test-cluster` run on a real cluster, and need it to be "
-            'named; docs/platforms/gke.md, "Tests on your own cluster", says how.',
+            'named; CONTRIBUTING.md, "On your own cluster", says how.',
             pytrace=False,
         )
     return [os.environ[name] for name in names]

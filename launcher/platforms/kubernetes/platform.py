@@ -115,7 +115,7 @@ class KubernetesPlatform:
         try:
             if kind == "JobSet" and not self.cluster.serves(api.JOBSETS):
                 _serves_jobsets[self._key] = False
-                fix = "install it (docs/platforms/gke.md), or set platform.workload=job"
+                fix = "install it (docs/platforms/kubernetes.md), or set platform.workload=job"
                 raise PlatformRefused(f"{self.cluster.where} has no JobSet", fix=fix)
             self._refuse_rivals(job, kind, workload["metadata"]["labels"][RUN_LABEL])
             # The submission in the attempt's folder identifies the attempt while its pods are waiting.

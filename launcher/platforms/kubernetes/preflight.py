@@ -121,7 +121,7 @@ def _jobset(survey: Survey) -> Iterator[Finding]:
     if survey.kind == "jobset" and survey.cluster.serves(api.JOBSETS):
         yield info("kubernetes.jobset", "JobSet is installed")
     elif survey.kind == "jobset":
-        fix = f"install JobSet {_JOBSET} or newer (docs/platforms/gke.md), or set platform.workload=job"
+        fix = f"install JobSet {_JOBSET} or newer (docs/platforms/kubernetes.md), or set platform.workload=job"
         yield error("kubernetes.jobset", f"{survey.cluster.where} has no JobSet", fix)
 
 

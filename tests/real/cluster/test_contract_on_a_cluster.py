@@ -1,7 +1,7 @@
 """The contract of every platform, and the reasons of waiting jobs, on a real cluster: that of $KUBECONFIG.
 
 CLUSTER_TEST_IMAGE has this project in it; the PersistentVolumeClaim CLUSTER_TEST_PVC is the folder
-CLUSTER_TEST_SHARED, here and in the pods (docs/platforms/gke.md has it for kind).
+CLUSTER_TEST_SHARED, here and in the pods (CONTRIBUTING.md has it for kind).
 """
 
 import contextlib
