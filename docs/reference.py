@@ -18,6 +18,7 @@ import train_litgpt
 from cli.main import app
 from docs.markdown import page, sentence, table
 from docs.reference_checks import checks
+from docs.reference_schedules import schedules
 from docs.reference_settings import SETTINGS_PAGES, type_of
 from launcher.checks.fitness import stack_for
 from launcher.images.stacks import STACKS
@@ -329,6 +330,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "reference/iam.md": iam,
     "reference/python.md": python,
     "project/status.md": status,
+    "images/schedules.svg": schedules,
 }
 """Path below docs/ to the function that returns the page."""
 
