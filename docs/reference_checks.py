@@ -12,10 +12,13 @@ _NODES = "Each node checks it before its ranks start."
 _BOTH = "`train-litgpt plan` and `run` check the settings, and each node checks its machine."
 AREAS: Mapping[str, tuple[str, str]] = {
     "data": (f"The corpus and the dataset. {_PLANS}", "Use your own files: ../howto/data-files.md"),
-    "dataset_workers": (f"The workers that prepare a dataset. {_PLANS}", ""),
-    "model": (f"The model and its initial weights. {_PLANS}", "Fit a larger model: ../howto/fit-model.md"),
+    "dataset_workers": (
+        f"The workers that prepare a dataset. {_PLANS}",
+        "Prepare a large corpus: ../howto/data-dask.md",
+    ),
+    "model": (f"The model and its initial weights. {_PLANS}", "Start from existing weights: ../howto/init-weights.md"),
     "train": (f"The settings of the training. {_PLANS}", "Fit a larger model: ../howto/fit-model.md"),
-    "evaluation": (f"The evaluation. {_PLANS}", "Export, generate and serve: ../howto/export.md"),
+    "evaluation": (f"The evaluation. {_PLANS}", "Score a model: ../howto/evaluate.md"),
     "sweep": (f"The trials of a sweep. {_PLANS}", "Run a grid or a search: ../howto/sweep.md"),
     "run": (f"The run and its jobs. {_PLANS}", "Runs, attempts and jobs: ../concepts/runs.md"),
     "attempt": (f"The next attempt of the run. {_PLANS}", "Runs, attempts and jobs: ../concepts/runs.md"),

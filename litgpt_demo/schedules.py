@@ -1,4 +1,4 @@
-"""The schedules of the learning rate. A new one is an entry of SCHEDULES, a row in docs/howto/fit-model.md, and tests.
+"""The schedules of the learning rate. A new one is an entry of SCHEDULES, a row in docs/howto/schedule.md, and tests.
 
 No schedule imports torch: a config is checked without it.
 """

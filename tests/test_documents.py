@@ -152,7 +152,7 @@ def test_each_diagram_is_drawn_for_the_site() -> None:
 
 
 def test_page_of_training_has_each_schedule() -> None:
-    page = Path("docs/howto/fit-model.md").read_text("utf-8")
+    page = Path("docs/howto/schedule.md").read_text("utf-8")
     assert not [name for name in SCHEDULES if f"| `{name}`" not in page], "add a row to the table of schedules"
 
 
