@@ -6,7 +6,7 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.schedules import SCHEDULES, learning_rate_at
 
 STEPS, WARMUP = 200, 0.1
-WIDTH, HEIGHT, MARGIN = 260, 130, 44
+WIDTH, HEIGHT, MARGIN = 260, 130, 48
 """Size of one curve and the space around it, in pixels."""
 
 
@@ -15,7 +15,7 @@ def schedules() -> str:
     panels = [_panel(name, number % 2, number // 2) for number, name in enumerate(SCHEDULES)]
     width, rows = 2 * (WIDTH + MARGIN) + MARGIN, -(-len(SCHEDULES) // 2)
     height = rows * (HEIGHT + 2 * MARGIN)
-    style = "text { font: 14px sans-serif; fill: #888 } path { fill: none }"
+    style = "text { font: 18px sans-serif; fill: #888 } path { fill: none }"
     view = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     title = f"<title>Learning rate over the steps of a run: {', '.join(SCHEDULES)}</title>"
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', title, f"<style>{style}</style>", *panels, "</svg>"]
@@ -25,9 +25,7 @@ def schedules() -> str:
 def _panel(name: str, column: int, row: int) -> str:
     train = TrainConfig(schedule=name, learning_rate=1.0, warmup_steps=WARMUP)  # type: ignore[arg-type]
     rates = [learning_rate_at(train, step, steps=STEPS) for step in range(STEPS)]
-    points = " ".join(
-        f"{WIDTH * step / (STEPS - 1):.1f},{HEIGHT * (1 - rate):.1f}" for step, rate in enumerate([0.0, *rates[1:]])
-    )
+    points = " ".join(f"{WIDTH * step / (STEPS - 1):.1f},{HEIGHT * (1 - rate):.1f}" for step, rate in enumerate(rates))
     left, top = MARGIN + column * (WIDTH + MARGIN), MARGIN + row * (HEIGHT + 2 * MARGIN)
     return "\n".join(
         [
@@ -37,7 +35,7 @@ def _panel(name: str, column: int, row: int) -> str:
             f'<text x="{WIDTH / 2}" y="-14" text-anchor="middle" font-weight="bold">{name}</text>',
             '<text x="-8" y="6" text-anchor="end">high</text>',
             f'<text x="-8" y="{0.9 * HEIGHT + 4:.0f}" text-anchor="end">min</text>',
-            f'<text x="{WIDTH}" y="{HEIGHT + 18}" text-anchor="end">last step</text>',
+            f'<text x="{WIDTH}" y="{HEIGHT + 22}" text-anchor="end">last step</text>',
             "</g>",
         ]
     )
