@@ -32,7 +32,8 @@ KNOWN = {"gcloud", "kubectl", "NUMBER=$(gcloud"}
 def environment(tmp_path: Path, prefect_home: Callable[[], Path]) -> Iterator[dict[str, str]]:
     """The project of the page at its fourth step: bucket, cluster with a pool that can grow, service account."""
     with bucket_emulator("my-bucket") as bucket, running_cluster() as cluster, google_cloud(tmp_path) as cloud:
-        cluster.image_environment["STORAGE_EMULATOR_HOST"] = bucket
+        # The run of the page has one name and one root, and so would have one scratch folder in all suites.
+        cluster.image_environment |= {"STORAGE_EMULATOR_HOST": bucket, "TMPDIR": str(tmp_path)}
         cluster.apply("serviceaccounts", {"metadata": {"name": "trainer"}})
         cloud.token = lambda: cluster.token
         address, certificate = cluster.tls()
@@ -50,6 +51,7 @@ def environment(tmp_path: Path, prefect_home: Callable[[], Path]) -> Iterator[di
             "GKE_API": cloud.address,
             "GOOGLE_APPLICATION_CREDENTIALS": str(cloud.key),
             "STORAGE_EMULATOR_HOST": bucket,
+            "TMPDIR": str(tmp_path),
         }
 
 
