@@ -12,6 +12,7 @@ import yaml
 from typer.main import get_command
 
 from cli.main import app
+from deployments.bootstrap import settings
 from docs.diagrams import DIAGRAMS, blocks, drawing
 from launcher.platforms import PLATFORMS
 from litgpt_demo.schedules import SCHEDULES
@@ -161,3 +162,39 @@ def test_page_of_commands_has_each_command_with_json() -> None:
     commands = get_command(app).commands.items()  # type: ignore[attr-defined]
     with_json = [name for name, command in commands if any(param.name == "as_json" for param in command.params)]
     assert not [name for name in with_json if f"| `{name}` |" not in page], "add a row to the table of documents"
+
+
+def test_page_of_prefect_has_each_deployment() -> None:
+    """With the price of its machines, if it is known."""
+    page = Path("docs/reference/prefect.md").read_text("utf-8")
+    for deployment in yaml.safe_load(Path("deployments/prefect.yaml").read_text("utf-8"))["deployments"]:
+        [row] = re.findall(rf"^\| `[\w-]+/{deployment['name']}` .*", page, re.MULTILINE)
+        for step in deployment.get("build", []):
+            inputs = dict(step["deployments.bootstrap.settings"])
+            del inputs["id"]
+            price = re.search(r"cost \$([\d,.]+\d)", settings(**inputs)["try_it"])
+            assert price is None or f"| {price[1]} |" in row
+            assert price is not None or "| not known |" in row or "| this machine |" in row
+
+
+def test_documented_environment_variables_exist_in_the_source() -> None:
+    """Each variable is read or set somewhere. RUNAI_CLIENT_ID and its kin are made of a setting and an ending."""
+    page = Path("docs/reference/environment.md").read_text("utf-8")
+    packages = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "train_litgpt")
+    files = [path for package in packages for path in Path(package).rglob("*.py")]
+    source = "".join(path.read_text("utf-8") for path in files)
+    rows = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([A-Z][A-Z_]+)`", row)} - {"TMPDIR"}
+    assert named
+    made = {name for name in named if name.startswith("RUNAI_")} - {"RUNAI_NUM_OF_GPUS"}
+    assert [name for name in sorted(named - made) if not re.search(rf"\b{name}\b", source)] == []
+    assert all(name.removeprefix("RUNAI").removesuffix("_FILE") in source for name in made)
+
+
+def test_page_of_environment_has_each_variable_of_the_product() -> None:
+    page = Path("docs/reference/environment.md").read_text("utf-8")
+    files = [path for package in ("cli", "flows", "launcher", "litgpt_demo") for path in Path(package).rglob("*.py")]
+    found = {name for path in files for name in re.findall(r'"((?:TRAIN_)?LITGPT_[A-Z_]+)"', path.read_text("utf-8"))}
+    assert found
+    internal = {"TRAIN_LITGPT_MASTER"}  # between a supervisor and its nodes
+    assert [name for name in sorted(found - internal) if f"`{name}`" not in page] == []
