@@ -99,7 +99,9 @@ def test_tutorial_of_prefect_prints_what_it_shows(
         if next_kind == "text" and printed:
             lines = [line for line in shown.splitlines() if stable_words(line)]
             found = [stable_words(line) for line in printed.splitlines()]
-            assert [line for line in lines if not any(stable_words(line) <= words for words in found)] == [], printed
+            assert [
+                line for line in lines if not any(stable_words(line) <= printed_line for printed_line in found)
+            ] == [], printed
     assert before.keys() <= {*typed}
     [crashed] = Path(served.root).glob("runs/crash-*")
     manifest = read_manifest(open_storage(str(crashed)), RunManifest)
