@@ -635,7 +635,7 @@ def status(
     rows = []
     for attempt in attempts:
         status, record = attempt.status, attempt.record
-        row = {"attempt": attempt.number, "state": status.state, "in the platform's words": status.native}
+        row = {"attempt": attempt.number, "state": status.state, "platform status": status.native}
         code = {"code": record.code} if record.code else {}
         rows.append({**row, "job": record.job_id, **code})
     _print_table(rows)

@@ -12,6 +12,7 @@ from flows.parameters import cancel_jobs, name_flow_run, with_config_parameters
 from launcher.benchmark import BenchmarkConfig, lead, markdown
 from launcher.config import ScriptConfig
 from launcher.events import Note, Step, StepDone, StepStarted
+from launcher.formatting import size_text
 from launcher.runs.attempts import CancelWatch, job_handle, script_of_flow_run
 from launcher.runs.run import plan_script
 from litgpt_demo.node.network_test import RESULT, NetworkTestResult, read_result
@@ -44,8 +45,8 @@ async def run_script(config: ScriptConfig) -> str:
             await ship_code(opaque(script.code), config.root)
 
     _, identity = await prepare_job(handle, script, inputs)
-    nodes = f"{config.platform.nodes} nodes x {config.platform.processes_per_node}"
-    emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {nodes}"))
+    size = size_text(config.platform.nodes, config.platform.processes_per_node)
+    emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {size}"))
     handle = replace(handle, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
     record = await run_job(handle, max_restarts=config.max_restarts, restarts=config.restart_policy, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} succeeded"))

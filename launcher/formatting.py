@@ -31,6 +31,16 @@ def setting_text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def size_text(nodes: int, processes: int) -> str:
+    """Return the size of a job: `2 nodes x 1 process`."""
+    of_nodes, of_processes = f"{nodes} nodes", f"{processes} processes"
+    if nodes == 1:
+        of_nodes = "1 node"
+    if processes == 1:
+        of_processes = "1 process"
+    return f"{of_nodes} x {of_processes}"
+
+
 def count_text(count: float) -> str:
     """12,345 below a million, three digits above: 1.23 M, 9.03 B."""
     return _scaled(count, _COUNTS) or f"{round(count):,}"

@@ -20,6 +20,7 @@ from launcher.checks import arithmetic
 from launcher.checks.preflight import origin_problems
 from launcher.errors import JobCancelled, JobFailed, JobRefused, LauncherError, PlatformRefused, PlatformUnreachable
 from launcher.events import JobChanged, JobPhase, MetricsKnown, MetricsRow, Note, Output, Step, StepDone, StepStarted
+from launcher.formatting import size_text
 from launcher.images.identity import SoftwareIdentity
 from launcher.job import JobState, JobStatus, LogLine
 from launcher.reports.goodput import attempt_times, ledger
@@ -64,8 +65,8 @@ async def train(
     """Train until the run's last checkpoint is committed, unless it is already; `on_row` gets each row of metrics."""
     spec = training_spec(run, dataset)
     platform = run.config.platform
-    nodes = f"{platform.nodes} nodes x {platform.processes_per_node} processes ({platform.kind})"
-    emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {nodes}"))
+    size = size_text(platform.nodes, platform.processes_per_node)
+    emit(StepStarted(step=Step.TRAINING, what=f"{run.name}: {spec.steps} steps on {size} ({platform.kind})"))
     committed = await asyncio.to_thread(checkpoints.list_complete, run.storage)
     done = bool(committed) and checkpoints.reached_end(committed[0], spec)  # collection reads every byte of it
     if not done:
@@ -93,7 +94,11 @@ async def train(
             step=max((manifest.step for manifest in committed), default=0),
             watch=watch,
         )
-    emit(StepDone(step=Step.TRAINING, what=f"{spec.steps} steps", reused=done))
+        committed = await asyncio.to_thread(checkpoints.list_complete, run.storage)
+    what = f"{committed[0].step} steps"
+    if committed[0].step < spec.steps:
+        what = f"{what} of {spec.steps}, ended by train.max_time"
+    emit(StepDone(step=Step.TRAINING, what=what, reused=done))
 
 
 def _require_fit(run: Run, vocab_size: int, origin: InitialWeights) -> None:
@@ -369,7 +374,7 @@ async def submit_job(handle: JobHandle, record: AttemptRecord, lease: Lease) -> 
         status = await query_platform(handle, partial(platform.status, record.job_id))
         return status.state.is_live
 
-    size = f"{record.nodes} nodes x {job.processes} processes"
+    size = size_text(record.nodes, job.processes)
     if await is_live():
         _emit_job_changed(handle, record, "started")
         emit(Note(what=f"reattached to {record.job_name} on {platform.name}: {size}"))

@@ -24,7 +24,8 @@ _JITTER = 0.25
 _HELPS: Mapping[FailureClass, str] = {
     FailureClass.NODE: "have the machines of attempts/<n>/diagnosis.json repaired, and run again",
     FailureClass.NETWORK: "measure the network (train-litgpt benchmark-network), repair slow links, and run again",
-    FailureClass.HANG: "the stacks in the attempts' folders name the hung rank; raise train.hang_timeout if it is slow",
+    FailureClass.HANG: "the stacks in the attempts' folders name the hung rank; if it is slow, raise "
+    "train.hang_timeout, or the max_silence of a script",
     FailureClass.PREEMPTED: "save more often (train.checkpoint_every) or raise platform.grace_period; "
     "every preemption of a script counts, because its checkpoints are unknown",
 }

@@ -165,7 +165,7 @@ def _hang(silent: Sequence[Beat], beats: Sequence[Beat]) -> RankFailure:
     also_silent = f"; silent too: {', '.join(peers)}" if peers else ""
     message = (
         f"Hung: rank {culprit.rank} has sent no heartbeat for {time.monotonic() - culprit.ticks:.0f} s, "
-        f"but the limit is {culprit.max_silence:g} s (train.hang_timeout is that of a step); "
+        f"but the limit is {culprit.max_silence:g} s (train.hang_timeout for a step, max_silence for a script); "
         f"it had done {culprit.step} steps and was {culprit.doing}"
         f"{also_silent}. The stacks of all its threads are in {culprit.stacks}, those of its peers in files next to it"
     )
