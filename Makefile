@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis diagrams docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis diagrams docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +40,12 @@ test-flaky: $(VENV)/.installed-dev ## make test ten times in a row, five of them
 
 ci: $(VENV)/.installed-dev ## .ci/run in a fresh clone of the last commit, with times and sizes: run it before you call anything done
 	@$(BIN)/python tests/ci.py
+
+quick: $(VENV)/.installed-dev ## before each commit, in seconds: generated pages, style, and the rules of pages and names
+	$(BIN)/python -m docs.reference
+	$(BIN)/ruff format --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/pytest -n 0 tests/test_rules.py tests/test_architecture.py tests/test_documents.py tests/test_language.py
 
 check: $(VENV)/.installed-dev ## style and types
 	$(BIN)/ruff check .

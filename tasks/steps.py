@@ -75,7 +75,7 @@ def no_outer_retry() -> Iterator[None]:
 
 
 def opaque(value: T) -> T:
-    """Pass a task a large argument that Prefect does not search for futures."""
+    """Wrap a large argument of a task, so that Prefect does not search it for futures."""
     return cast(T, prefect_opaque(value))
 
 

@@ -38,7 +38,7 @@ def handle_on(platform: Platform, folder: Path | str, run: str, /, **changes: An
         config=ScriptConfig(name=run.partition("-")[0], root=str(folder), script="/train.py", **changes),
         platform=platform,
         make_job=make_job,
-        progress=lambda: checkpoints.newest_step(open_storage(f"{folder}/{run}"), most=1000),
+        progress=lambda: checkpoints.newest_step(open_storage(f"{folder}/{run}"), max_step=1000),
     )
 
 

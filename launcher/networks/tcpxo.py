@@ -25,7 +25,7 @@ _PROFILE = f"{_NPX}/tcpxo_scripts/nccl-env-profile.sh"
 _PRACTICE = f"{CEA}/gpudirect-tcpxo/best-practice.md"
 
 # The open plugin exports only ncclNetPlugin_v7 (fastrak_plugin.cc:358 in _NPX), which 2.19.3 (v5 to v7), 2.28.7 and
-# 2.29.7 (v6 to v11) hold; that those between them do is INFERRED, as it is that the releases before it spoke v7 too.
+# 2.29.7 (v6 to v11) hold. INFERRED: the NCCL releases between them do, and older plugins export v7 too.
 _LOADS = (">=2.19.3,<=2.29.7",)
 PAIRS = (
     net.ReleasePair("v1.0.15", "v1.0.21", "2026-01-09", _README, (">=2.28.7,<2.29",), _LOADS),

@@ -369,7 +369,7 @@ def job_handle(run: Run | Script, *, steps: int | None = None) -> JobHandle:
         if not isinstance(run, Run):
             return 0
         least = 2 * run.parameters  # bytes: a checkpoint has all weights in 16 bits or more
-        return checkpoints.newest_step(run.storage, most=steps, least=least)
+        return checkpoints.newest_step(run.storage, max_step=steps, min_bytes=least)
 
     open_platform = platform_opener(config.platform)
     return JobHandle(

@@ -59,8 +59,8 @@ class RestartPolicy:
         return rule.model_copy(update={"attempts": self.max_restarts})
 
     def decide(self, diagnoses: Sequence[AttemptDiagnosis]) -> Decision:
-        """Return what follows the last of these failed attempts, oldest first. An attempt after the end of the budget
-        was started by a person, and begins a new count."""
+        """Return what follows the last of these failed attempts, oldest first. An attempt that follows a used-up
+        budget was started by a user: counting begins again there."""
         decision = Decision(wait=0.0)
         spent = Counter[FailureClass]()
         attempts_without_progress = 0

@@ -80,18 +80,18 @@ def list_complete(
     return sorted(complete, key=lambda manifest: -manifest.step)
 
 
-def newest_step(run: Storage, *, most: int | None = None, least: int = 0) -> int:
-    """Return the step of the newest checkpoint of `least` bytes that verifies, and at most `most`; 0 if none."""
+def newest_step(run: Storage, *, max_step: int | None = None, min_bytes: int = 0) -> int:
+    """Return the step of the newest checkpoint of `min_bytes` or more that verifies, at most `max_step`; 0 if none."""
     # A bucket returns sizes and checksums, so nothing is fetched; in a folder the newest checkpoint is read.
 
     def verifies(manifest: CheckpointManifest) -> bool:
         files = manifest.files
-        is_plausible = INDEX in {file.path for file in files} and len(files) > 1 and manifest.size >= least
+        is_plausible = INDEX in {file.path for file in files} and len(files) > 1 and manifest.size >= min_bytes
         return is_plausible and not _problems(run.within(folder_of(manifest.step)), files)
 
     newest = next((manifest.step for manifest in list_complete(run) if verifies(manifest)), 0)
-    if most is not None:
-        newest = min(newest, most)
+    if max_step is not None:
+        newest = min(newest, max_step)
     return newest
 
 

@@ -82,13 +82,13 @@ def test_a_damaged_manifest_is_none_and_is_told(run: Storage, spoil: bytes) -> N
 
 def test_a_checkpoint_that_does_not_verify_is_no_progress(place: Storage) -> None:
     keep(place, pair(1), 4)
-    assert (checkpoints.newest_step(place), checkpoints.newest_step(place, most=3)) == (4, 3)
+    assert (checkpoints.newest_step(place), checkpoints.newest_step(place, max_step=3)) == (4, 3)
     content, shard = keep(place, pair(2), 8), f"{folder_of(8)}/__0_0.distcp"
     without_index = tuple(file for file in content.files if file.path != checkpoints.INDEX)
     commit(place, content.model_copy(update={"files": without_index}))
     assert checkpoints.newest_step(place) == 4
     commit(place, content)
-    assert (checkpoints.newest_step(place), checkpoints.newest_step(place, least=10**9)) == (8, 0)
+    assert (checkpoints.newest_step(place), checkpoints.newest_step(place, min_bytes=10**9)) == (8, 0)
     place.write(shard, bytes(place.stat(shard).size))
     assert checkpoints.newest_step(place) == 4
 
