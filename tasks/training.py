@@ -521,7 +521,7 @@ class LogRouter:
                 warn(f"{name} waits: {reason}" if is_waiting else f"{name}: {reason}")
         if status.refused is not None:
             what, fix = status.refused.what, status.refused.fix
-            raise JobRefused(f"the platform keeps refusing {name}, so that the job was cancelled: {what} -> {fix}")
+            raise JobRefused(f"the platform keeps refusing {name}, so the job was cancelled: {what} -> {fix}")
         if previous is not None and status.restarts > previous.restarts:
             warn(f"its platform restarted {name}: {status.native}")
         begins = previous is None or previous.state is JobState.PENDING

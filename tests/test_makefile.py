@@ -146,7 +146,7 @@ def test_audit_prints_the_vulnerabilities_it_finds(
 
 def test_ci_runs_the_commands_of_the_readme_in_their_order() -> None:
     readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    section = readme[readme.index("\n## Two commands") :]
+    section = readme[readme.index("\n## Quick start") :]
     commands = [shlex.split(line, comments=True) for line in section.split("```")[1].splitlines()[1:]]
     parts = re.search(r"^for part in (.*); do$", (CHECKOUT / ".ci/run").read_text(encoding="utf-8"), re.MULTILINE)
     assert parts

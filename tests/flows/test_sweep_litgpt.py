@@ -366,7 +366,7 @@ def test_trials_use_no_more_gpus_than_the_limit(swept: Swept) -> None:
 def test_trial_with_more_gpus_than_the_limit_is_refused(swept: Swept) -> None:
     with (
         shared_limit(1),
-        pytest.raises(LauncherError, match=r"takes 2 slots .* limit gpus has 1; raise it: prefect gcl update gpus"),
+        pytest.raises(LauncherError, match=r"needs 2 slots .* limit gpus has 1; raise it: prefect gcl update gpus"),
     ):
         swept({"platform.processes_per_node": [2], "train.micro_batch": [2]})
 

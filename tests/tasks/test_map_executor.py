@@ -76,7 +76,7 @@ def test_stopped_executor_ends_with_the_item_at_hand(tmp_path: Path) -> None:
             executor.stop()
             return noted(tmp_path, number)
 
-        with pytest.raises(JobCancelled, match="continues"):
+        with pytest.raises(JobCancelled, match="run the same command again to continue"):
             list(executor(slow, [0, *range(3, 1000)]))
     assert [*tmp_path.iterdir()] == [tmp_path / "0"]
 

@@ -201,7 +201,7 @@ def test_refused_job_is_cancelled_and_ends_the_run_with_the_fix(tmp_path: Path) 
 
     platform = Full()
     with pytest.raises(
-        JobRefused, match=r"keeps refusing demo-1-\w+, so that the job was cancelled: the quota is used up -> raise it"
+        JobRefused, match=r"keeps refusing demo-1-\w+, so the job was cancelled: the quota is used up -> raise it"
     ):
         ended_well(tmp_path, platform, max_restarts=3)
     assert platform.live() == []
@@ -679,7 +679,7 @@ def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:
 
 
 def test_run_on_slurm_ends_when_its_job_is_never_started(tmp_path: Path) -> None:
-    message = "and the job was cancelled: job 77: no nodes match platform.constraint"
+    message = "so the job was cancelled: job 77: no nodes match platform.constraint"
     with slurm_commands() as cluster, pytest.raises(JobRefused, match=message):
         run_on_slurm(cluster, tmp_path, state="PENDING", reason="(BadConstraints)")
     assert [job.state for job in cluster.jobs.values()] == ["CANCELLED"]

@@ -41,7 +41,7 @@ def test_a_name_that_no_run_has_is_answered_with_those_there_are(tiny: Tiny, roo
         resolve_target("gpt", root=root)
     run = started(tiny())
     for query in ("gtp", f"{root}/runs/gtp"):
-        with pytest.raises(UnknownRun, match="there are") as refused:
+        with pytest.raises(UnknownRun, match="name one of these") as refused:
             resolve_target(query, root=root)
         assert run in str(refused.value)
 
