@@ -41,5 +41,5 @@ def test_benchmark_job_has_no_network_test() -> None:
     assert (fast.platform.network_test, fast.platform.allow_tcp_fallback) == (0, False)  # type: ignore[union-attr]
     assert sockets.platform.env == {"NCCL_NET": "Socket"}  # type: ignore[union-attr]
     assert len({handle_of(job).make_job(1).name for job in (fast, sockets)}) == 2
-    with pytest.raises(ConfigProblem, match="platform.processes_per_node=1 has no network to measure"):
+    with pytest.raises(ConfigProblem, match=r"platform\.processes_per_node=1 has no network to measure"):
         validated(BenchmarkConfig, {"platform": {"kind": "local"}}, where="here")
