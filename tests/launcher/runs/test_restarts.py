@@ -132,7 +132,6 @@ def test_a_gpu_error_on_two_machines_at_one_step_is_the_programs() -> None:
     assert (found.fault, found.action, found.machine) == (FailureClass.USER, Action.STOP, "")
     text = "attempt 1 ended so at step 417 on machine gke-a, and this one at step 418 on machine gke-b"
     assert text in found.evidence
-    )
     assert [
         ended(machine, step, first).fault for machine, step in (("gke-b", 431), ("gke-a", 417), ("", 417), ("b", None))
     ] == [FailureClass.NODE] * 4
