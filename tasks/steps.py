@@ -130,7 +130,7 @@ def emit(event: Event) -> None:
 
 
 def emit_milestone(milestone: str, run: str, root: str, **facts: Any) -> None:
-    """Emit Prefect's event `train-litgpt.<milestone>` of a run (docs/howto/notifications.md)."""
+    """Emit Prefect's event `train-litgpt.<milestone>` of a run (docs/reference/prefect.md)."""
     if FlowRunContext.get() is None:  # there is no server, and Prefect would start one
         return
     resource = {"prefect.resource.id": f"train-litgpt.run.{run}", "prefect.resource.name": run}

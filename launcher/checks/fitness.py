@@ -86,7 +86,7 @@ def _check_built(config: RunConfig | ScriptConfig, image: BuiltImage, network: N
         findings += _softened(config, network, checked)
         if image.dockerfile is not None:
             what = f"image.stack says that {image.dockerfile} installs {stack}, but this was not checked"
-            fix = "write labels in it (docs/concepts/images.md); they are read after the build"
+            fix = "write labels in it (docs/howto/own-image.md); they are read after the build"
             findings.append(Finding("warning", "image.unproved", what, fix))
     yield from findings
     if any(finding.severity == "error" for finding in findings):

@@ -57,7 +57,7 @@ class BuiltImage(Settings):
     architecture: Literal["amd64", "arm64"] = "amd64"
     """Processor architecture of the nodes."""
     stack: str | None = None
-    """Software stack of the product's own Dockerfile (docs/concepts/images.md lists them); empty is the first that
+    """Software stack of the product's own Dockerfile (docs/reference/stacks.md lists them); empty is the first that
     `platform.network` is qualified for. Your own Dockerfile gets it as the build argument STACK."""
 
     @field_validator("repository")

@@ -107,7 +107,7 @@ FLOOR = {2: 40.0}
 _WITHOUT_STACK = (
     "no torch wheel that our trainer runs on (2.11 or newer) has such an NCCL: set platform.network=tcp (20 to 24 GB/s "
     "between nodes instead of 66), take A3 Mega with platform.network=tcpxo, or give a prebuilt image: for your script "
-    "one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/concepts/images.md)"
+    "one of torch 2.2, for our trainer one whose torch was built against NCCL 2.19 (docs/howto/own-image.md)"
 )
 
 

@@ -142,7 +142,7 @@ def check_nccl_version(network: NodeNetwork, version: str, *, owner: str, instea
         what = f"{has}, but it is not known with which NCCL this release of the {name} plugin works"
         versions = " or ".join(network.nccl_elsewhere)
         fix = (
-            f"take the release that is qualified for {versions} (docs/concepts/networks.md), or prove it by a short job"
+            f"take the release that is qualified for {versions} (docs/reference/stacks.md), or prove it by a short job"
         )
         yield Finding("warning", "nccl.version", what, fix)
     elif fit is NcclFit.UNQUALIFIED:
