@@ -243,7 +243,7 @@ class Inspection:
             case Step.EVALUATION:
                 tasks = run.config.evaluation.tasks if run.config.evaluation else ()
                 action, place = f"score final/huggingface by {', '.join(tasks)}", run.storage.address(EVALUATIONS)
-        return {"step": step, "would": action, "where": place}
+        return {"step": step, "action": action, "where": place}
 
     def preparation(self) -> str:
         if self.dataset is not None:
@@ -401,10 +401,10 @@ def plan_to_start(config: RunConfig) -> Run:
 
 
 def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> list[dict[str, str]]:
-    def row(title: str, would: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
+    def row(title: str, action: str, flops: float, memory: int, run: str = "") -> dict[str, str]:
         numbers = {"FLOPs": shown("{:.3g}".format, flops or None, "")}
         numbers["memory per process"] = shown(bytes_text, memory or None, "")
-        return {"trial": title, "would": would, **numbers, "run": run}
+        return {"trial": title, "action": action, **numbers, "run": run}
 
     rows = []
     for title, inspection in inspections.items():
@@ -414,19 +414,19 @@ def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> l
         flops = inspection.flops(inspection.steps)
         rows.append(row(title or "as it is written", inspection.training(), flops, memory, inspection.run.name))
     remaining = [i.remaining_steps for i in inspections.values() if i.remaining_steps is not None]
-    would = "as many passes over the data"
+    action = "as many passes over the data"
     if len(remaining) == len(inspections):
-        would = f"{sum(remaining):,} steps left"
+        action = f"{sum(remaining):,} steps left"
     costs = [inspection.cost for inspection in inspections.values()]
     total = arithmetic.together([cost for cost in costs if cost is not None], parallel=config.sweep.max_parallel)
     if total is not None:
-        would = f"{would}, {total}"
+        action = f"{action}, {total}"
     largest = _largest(config, list(inspections.values()))
     title = f"all {len(inspections)}"
     if largest:
         title += f", {len(largest)} at a time"
     flops = sum(inspection.flops(inspection.steps) for inspection in inspections.values())
-    return [*rows, row(title, would, flops, sum(needs.likely for needs in largest))]
+    return [*rows, row(title, action, flops, sum(needs.likely for needs in largest))]
 
 
 def _largest(config: SweepConfig, inspections: Sequence[Inspection]) -> list[arithmetic.Needs]:

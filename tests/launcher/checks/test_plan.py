@@ -38,7 +38,7 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def would(config: RunConfig) -> dict[str, str]:
-    return {row["step"]: row["would"] for row in plan_of(config).steps}
+    return {row["step"]: row["action"] for row in plan_of(config).steps}
 
 
 def checkpoint(step: int) -> CheckpointManifest:
@@ -66,7 +66,7 @@ def test_a_plan_says_how_much_of_a_corpus_is_read(tiny: Tiny, tmp_path: Path) ->
 def test_plan_of_a_new_run_has_every_stage_without_writing(tiny: Tiny, tmp_path: Path) -> None:
     planned = plan_of(tiny())
     run = plan_run(tiny())
-    assert [(row["step"], row["would"].partition(",")[0], row["where"]) for row in planned.steps] == [
+    assert [(row["step"], row["action"].partition(",")[0], row["where"]) for row in planned.steps] == [
         ("dataset", "prepare 1 files", f"{tmp_path}/{run.dataset.path}"),
         ("image", f"record this environment: torch {version('torch')}", ""),
         ("credentials", "prove write access", str(tmp_path)),
@@ -156,13 +156,13 @@ def test_the_plan_of_a_sweep_lists_every_trial_and_adds_them_up(tiny: Tiny) -> N
     planned = plan_of(sweep)
     *rows, total = planned.trials
     assert [row["trial"] for row in rows] == [str(trial) for trial in trials(sweep)]
-    assert [row["would"] for row in rows] == ["train 8 steps", "train 8 steps", "train 12 steps", "train 12 steps"]
-    assert (total["trial"], total["would"]) == ("all 4, 3 at a time", "40 steps left")
+    assert [row["action"] for row in rows] == ["train 8 steps", "train 8 steps", "train 12 steps", "train 12 steps"]
+    assert (total["trial"], total["action"]) == ("all 4, 3 at a time", "40 steps left")
     assert float(total["FLOPs"]) == pytest.approx(sum(float(row["FLOPs"]) for row in rows), rel=0.01)
     assert [step["step"] for step in planned.steps] == ["dataset", "image", "credentials"], "what they share, once"
     commit_checkpoint(trials(sweep)[0].config, 8)
     *rows, total = plan_of(sweep).trials
-    assert (rows[0]["would"], total["would"]) == ("nothing: done, 8 steps", "32 steps left")
+    assert (rows[0]["action"], total["action"]) == ("nothing: done, 8 steps", "32 steps left")
 
 
 HUGE_BATCH = "train.micro_batch=8192 | train.global_batch=8192"
