@@ -30,7 +30,7 @@ from flows import serving
 from launcher import pages
 from launcher.benchmark import BenchmarkConfig, pairs_table, table
 from launcher.checks.doctor import examine_environment
-from launcher.checks.plan import AnyConfig, findings_of, lost_steps, plan_of, plan_to_start, previews, progress_of
+from launcher.checks.plan import AnyConfig, lost_steps, plan_of, plan_to_start, previews, progress_of
 from launcher.checks.preflight import check_evaluation
 from launcher.config import (
     RunConfig,
@@ -571,7 +571,8 @@ def doctor(
         root = settings.root
     findings = list(examine_environment(root, served=serving.served().get("PREFECT_API_URL")))
     if settings is not None:
-        findings += [finding for finding in findings_of(settings) if finding not in findings]
+        # Like `plan`, because a Hub or a bucket that does not answer must not hide the other findings.
+        findings += [finding for finding in plan_of(settings).findings if finding not in findings]
     _print_json({"findings": findings})
     _print_findings(findings)
     if any(finding.severity in {"error", "unknown"} for finding in findings):

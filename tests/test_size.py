@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 37_408,
-    "launcher": 16_558,
-    "launcher/platforms/kubernetes": 2_983,
-    "litgpt_demo": 15_796,
-    "bench": 801,
-    "tests": 32_236,
+    "source": 38_808,
+    "launcher": 16_684,
+    "launcher/platforms/kubernetes": 3_002,
+    "litgpt_demo": 17_055,
+    "bench": 803,
+    "tests": 32_915,
     "test data": 3_667,
 }
 
