@@ -710,7 +710,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     keep_last: TunesRun[Count] = Field(2, gt=0)
     """The number of newest checkpoints to keep. At least one that verifies is always kept."""
     keep_best: TunesRun[Count] = Field(1, ge=0)
-    """The number of checkpoints with the lowest validation loss to keep in addition."""
+    """The number of checkpoints with the lowest validation loss to keep, besides the `keep_last` newest. A resume needs
+    the newest, so it is always kept."""
     keep_every: TunesRun[PositiveCount | None] = None
     """Also keep the checkpoint of every N-th step forever. Empty keeps none."""
     log_every: TunesRun[Count] = Field(1, gt=0)

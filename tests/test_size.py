@@ -12,10 +12,10 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 38_808,
-    "launcher": 16_684,
+    "source": 38_818,
+    "launcher": 16_687,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 17_055,
+    "litgpt_demo": 17_056,
     "bench": 803,
     "tests": 32_915,
     "test data": 3_667,

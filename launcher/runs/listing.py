@@ -198,7 +198,9 @@ class RunRow:
     step: int | None
     steps: int | None
     loss: float | None
-    """Nats per token: of the validation split if it is known, else of the newest step."""
+    """Nats per token of the newest step; None for a finished run, whose manifest has only the validation loss."""
+    validation_loss: float | None
+    """Nats per token of the newest evaluation; of a finished run, that of its model."""
     started: float
     """The start of the last attempt, in seconds since the epoch."""
     platform: str
@@ -225,20 +227,19 @@ def run_rows(
 
     def row(record: AttemptRecord) -> RunRow:
         folder, note = index.root.within(f"runs/{record.run}"), ""
-        step, steps, loss = None, None, None
+        step, steps, loss, validation_loss = None, None, None, None
         try:
             manifest = read_manifest(folder, RunManifest)
             if manifest is not None:
-                state, step, steps, loss = DONE, manifest.step, manifest.step, manifest.validation_loss
+                state, step, steps, validation_loss = DONE, manifest.step, manifest.step, manifest.validation_loss
             else:
                 last = Attempts(index=index, run=record.run, open_platform=open).last()
                 state = DONE if last is None else last.status.state.value
                 rows = read_metrics(folder)
                 if rows:
                     progress = summary(rows)
-                    step, steps, loss = progress.step, progress.steps, progress.validation_loss
-                    if loss is None:
-                        loss = progress.loss
+                    step, steps = progress.step, progress.steps
+                    loss, validation_loss = progress.loss, progress.validation_loss
         except TrainLitgptError as error:
             state, note = JobState.UNKNOWN.value, str(error)
         return RunRow(
@@ -249,6 +250,7 @@ def run_rows(
             step=step,
             steps=steps,
             loss=loss,
+            validation_loss=validation_loss,
             started=record.created,
             platform=str(record.platform.get("kind")),
             attempts=record.attempt,
@@ -276,6 +278,7 @@ def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:
             "state": state,
             "step": step,
             "loss": loss_text(row.loss),
+            "validation": loss_text(row.validation_loss),
             "age": duration_text(now - row.started),
             "platform": row.platform,
             "attempts": str(row.attempts),

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "start" / "prefect.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FLOW_RUN = "01234567-89ab-cdef-0123-456789abcdef"
 OF_THE_FIXTURE = ("make serve", "make stop", ". .prefect")
-KILL = "$ pkill --newest -9 -f prefect.engine"
+KILL = "$ pkill -9 --newest --parent $(cut -d' ' -f1 .prefect/serve/worker.pid) -f prefect.engine"
 
 
 def stable_words(text: str) -> set[str]:
