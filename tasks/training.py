@@ -95,9 +95,9 @@ async def train(
             watch=watch,
         )
         committed = await asyncio.to_thread(checkpoints.list_complete, run.storage)
-    what = f"{committed[0].step} steps"
-    if committed[0].step < spec.steps:
-        what = f"{what} of {spec.steps}, ended by train.max_time"
+    what = f"{spec.steps} steps"
+    if committed and committed[0].step < spec.steps:
+        what = f"{committed[0].step} of {what}, ended by train.max_time"
     emit(StepDone(step=Step.TRAINING, what=what, reused=done))
 
 

@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 38_818,
-    "launcher": 16_687,
+    "source": 38_820,
+    "launcher": 16_689,
     "launcher/platforms/kubernetes": 3_002,
     "litgpt_demo": 17_056,
     "bench": 803,
-    "tests": 32_915,
+    "tests": 32_928,
     "test data": 3_667,
 }
 

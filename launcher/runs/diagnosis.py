@@ -130,7 +130,7 @@ _HARDWARE = re.compile(
     r"|\[Hardware Error\]:.*(?:Uncorrected|fatal)|AER: .*Fatal",
     re.IGNORECASE,
 )
-_KILLED_FOR_MEMORY = re.compile(r"Killed process|oom-kill:|for want of memory")
+_KILLED_FOR_MEMORY = re.compile(r"Killed process|oom-kill:")
 
 # torch 2.13, ProcessGroupNCCL.cpp: a rank's watchdog prints it when it gives up, or when another's has given up.
 _ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (-?\d{1,18})", re.IGNORECASE)
@@ -241,9 +241,11 @@ _EXPLAINED_BY_HARDWARE = {
 def _reported(report: NodeReport) -> RootCauseCandidate:
     fault = report.fault or fault_of_exit_code(report.exit_code)
     cause = report.ranks[0] if report.ranks else RankReport()
-    kernel = [trace.text for trace in report.traces if trace.source in {"kernel", "memory"}]
+    # "memory" is the container's own count of kills, and often the only proof: most containers hide the kernel's log.
+    short = [trace.text for trace in report.traces if trace.source == "memory"]
+    kernel = [trace.text for trace in report.traces if trace.source == "kernel"]
     broken = [line for line in kernel if _HARDWARE.search(line)]
-    short = [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
+    short += [line for line in kernel if _KILLED_FOR_MEMORY.search(line)]
     was_killed = cause.exit_code == -Signals.SIGKILL or "is killed by signal: Killed" in cause.message
     is_hardware = bool(broken) and fault in _EXPLAINED_BY_HARDWARE
     explained: list[str] = []

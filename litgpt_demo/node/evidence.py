@@ -206,7 +206,7 @@ def recorded(dump: Path) -> str | None:
 
 
 def out_of_memory_kills() -> int:
-    """Return how often the kernel killed a process of this container for want of memory; 0 if it is not counted.
+    """Return how often the kernel killed a process of this container because memory was full; 0 if it is not counted.
 
     The count is in cgroup v2's memory.events or v1's memory.oom_control. A container with a namespace of its own is the
     root of what it sees. Without one the group's path leads to it.

@@ -4,6 +4,7 @@ tests/faults scores it on recorded failures; here are the rules, one at a time.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -20,6 +21,7 @@ from launcher.job import JobState, JobStatus, LogLine
 from launcher.runs.diagnosis import Action, Diagnosis, diagnose
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import EXIT_CODES, JOB_FAILURE_CLASSES, FailureClass
+from litgpt_demo.node.evidence import gather
 from litgpt_demo.runs import NodeReport, node_reports
 from litgpt_demo.storage import open_storage
 
@@ -133,6 +135,17 @@ def test_broken_hardware_explains_even_an_error_of_the_program() -> None:
     assert (found.fault, found.machine, found.step) == (FailureClass.NODE, "gke-a", None)
     by_program = lost | {"text": lost["text"].replace(" 79,", " 31,")}
     assert diagnosis(report(0, FailureClass.USER, error, traces=[by_program])).fault is FailureClass.USER
+
+
+@pytest.mark.parametrize("message", ["", "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed."])
+def test_memory_kills_of_a_container_explain_a_killed_process(message: str, tmp_path: Path) -> None:
+    """Also if the kernel's log cannot be read, as in most containers. Else a healthy machine would be blamed."""
+    [trace, *_] = gather({}, recorders=tmp_path, since=time.time(), killed=1)
+    traces = [{"source": trace.source, "text": trace.text}]
+    killed = rank(0, message, exit_code=1 if message else -9)
+    found = diagnosis(report(0, FailureClass.NODE, killed, traces=traces))
+    assert found.fault is FailureClass.OUT_OF_MEMORY
+    assert trace.text in found.evidence
 
 
 def test_a_gpu_that_stopped_says_at_which_step() -> None:
