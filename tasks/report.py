@@ -52,7 +52,9 @@ _SHOWN = {"kind", "step", *NUMBERS}
 async def update_ui(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
     """Update what Prefect shows; warn and return False if its server does not answer, which must not delay the work."""
     try:
-        await asyncio.wait_for(update, _ANSWER)
+        # Not `wait_for`: nested, it loses a cancellation that comes while the inner update ends (Python 3.11).
+        async with asyncio.timeout(_ANSWER):
+            await update
     except (TimeoutError, httpx.HTTPError, PrefectException) as error:
         get_run_logger().warning("%s (%s)", otherwise, one_line(error) or "no answer")
         return False

@@ -12,7 +12,7 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 38_820,
+    "source": 38_822,
     "launcher": 16_689,
     "launcher/platforms/kubernetes": 3_002,
     "litgpt_demo": 17_056,
