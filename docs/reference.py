@@ -44,24 +44,17 @@ def write() -> None:
             file.write_text(text, "utf-8")
 
 
-_ADVICE: Mapping[FailureClass, str] = {
-    FailureClass.UNREACHABLE: "wait, and run the same command again: the job may still be running",
-    FailureClass.UNKNOWN_RUN: "take a name that `train-litgpt runs` lists",
-    FailureClass.LIVE: "follow the running job, replace it with `--replace`, or start another with `--allow-duplicate`",
-    FailureClass.CANCELLED: "run the same command to resume from the last checkpoint",
-    FailureClass.SERVER: "start Prefect's server with `train-litgpt serve`, or unset `PREFECT_API_URL`",
-    FailureClass.REFUSED: "do what the message says",
-}
-"""The advice for the classes that only the launching side has; ADVICE has that of the others."""
-
-
 def exit_codes() -> str:
     """Return the page of exit codes."""
     jobs = [
         (_anchored(fault.exit_code), fault, fault.meaning, _what_follows(fault), ADVICE[fault])
         for fault in JOB_FAILURE_CLASSES
     ]
-    commands = [(_anchored(fault.exit_code), fault, fault.meaning, advice) for fault, advice in _ADVICE.items()]
+    commands = [
+        (_anchored(fault.exit_code), fault, fault.meaning, ADVICE[fault])
+        for fault in FailureClass
+        if fault not in JOB_FAILURE_CLASSES
+    ]
     ends = [
         ("0", "done", "The command succeeded. A plan that nothing blocks and an empty list are successes too."),
         ("2", "wrong command line", "`--help` shows the arguments and options of a command."),

@@ -48,7 +48,7 @@ async def run_script(config: ScriptConfig) -> str:
     size = size_text(config.platform.nodes, config.platform.processes_per_node)
     emit(StepStarted(step=Step.SCRIPT, what=f"{config.script} on {size}"))
     handle = replace(handle, make_job=lambda attempt: script.job(attempt=attempt, image=identity.image))
-    record = await run_job(handle, max_restarts=config.max_restarts, restarts=config.restart_policy, watch=watch)
+    record = await run_job(handle, watch=watch)
     emit(StepDone(step=Step.SCRIPT, what=f"{config.script} succeeded"))
     get_run_logger().info("logs: %s", record.directory)  # a command prints the address at its end
     index = handle.attempts.index

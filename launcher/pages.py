@@ -20,7 +20,7 @@ def page_of_finding(finding: Finding) -> str:
 
 def page_of_error(message: str, fault: FailureClass) -> str:
     """Return the page and section of the first check code in an error's message, or else of its exit code."""
-    codes = (code for code in re.findall(r"\[([\w.-]+)\]", message) if code in CODES)
-    for code in codes:
-        return f"{_CHECKS}#{code}"
+    for code in re.findall(r"\[([\w.-]+)\]", message):
+        if code in CODES:
+            return f"{_CHECKS}#{code}"
     return f"{_EXIT_CODES}#{fault.exit_code}"

@@ -295,6 +295,24 @@ _NODE = {
         "The volume is not mounted, is read-only, or is full.",
         "Mount or create a writable folder, or free space on its disk.",
     ),
+    "node.location": Check(
+        "warning",
+        "The place of this node in the data centre is unknown, so ranks keep the platform's order.",
+        "The machine belongs to no placement policy, or Google's metadata server does not answer.",
+        "Nothing is wrong on other clouds. On Google's, use machines with a compact placement policy.",
+    ),
+    "node.log": Check(
+        "warning",
+        "This node's log cannot be written, so only the platform has it.",
+        "The folder of the attempt is missing, is read-only, or is full.",
+        "Make the root writable for the job's user, or free space on its disk.",
+    ),
+    "node.log-uri": Check(
+        "warning",
+        "This node's logs are not copied to the root, and stay on its own disk.",
+        "The bucket does not answer, or the job's account may not write to it.",
+        "Give that account the roles of the IAM page. The next round copies what is missing.",
+    ),
     "node.port": Check(
         "error",
         "The port of the rendezvous is in use on node 0.",
@@ -460,6 +478,18 @@ _NETWORK = {
         "Pods reach the network cards either by attachments or on the hosts' network.",
         "Set exactly one of them.",
     ),
+    "network.slow": Check(
+        "warning",
+        "The network test measured less than the expected bandwidth of the network, and the job continues.",
+        "A link is slow, or NCCL uses plain TCP.",
+        "Compare the machines with `benchmark-network`. Without `platform.allow_tcp_fallback` the job stops instead.",
+    ),
+    "network.unused": Check(
+        "warning",
+        "The ranks may not use `platform.network`, and the job continues.",
+        "NCCL did not load the plugin or found no card, or it sends through the kernel.",
+        "Read NCCL's lines in the log. Without `platform.allow_tcp_fallback` a job that uses plain TCP stops instead.",
+    ),
     "network.roce-resource": Check(
         "error",
         "`platform.roce_resource` is not an extended resource.",
@@ -560,11 +590,35 @@ _BATCH = {
         "Container-Optimized OS needs another set-up of GPUs and firewall than Debian.",
         "Set `platform.os` to `cos` for such images, else to `debian`.",
     ),
+    "batch.docker": Check(
+        "error",
+        "Docker does not restart on the VM.",
+        "The boot image is damaged, or its disk is full.",
+        "Read `journalctl -u docker` on the VM, or raise `platform.boot_disk_gb`.",
+    ),
+    "batch.driver": Check(
+        "error",
+        "`nvidia-smi` shows no GPU on the VM.",
+        "The driver is not installed, or does not support this GPU.",
+        "Leave `platform.gpu_driver` out, or name a version for this GPU. On COS, read `batch_agent_logs`.",
+    ),
     "batch.external-ip": Check(
         "warning",
         "VMs without external addresses may not reach Google's services.",
         "They need Private Google Access on their subnetwork.",
         "Turn it on for the subnetwork, and set `platform.subnetwork`.",
+    ),
+    "batch.hosts": Check(
+        "error",
+        "Batch's hosts file does not list all VMs of the job.",
+        "A VM did not start, or another one replaces it.",
+        "Run again.",
+    ),
+    "batch.libcuda": Check(
+        "error",
+        "The VM has no `libcuda.so.1`.",
+        "The installation of NVIDIA's driver failed.",
+        "Read `batch_agent_logs` of the job in Cloud Logging.",
     ),
     "batch.machine": Check(
         "error",
@@ -578,6 +632,12 @@ _BATCH = {
         "Batch does not set up the fast network of this machine type.",
         "Use `platform.kind=gke` for the full speed.",
     ),
+    "batch.rank": Check(
+        "error, warning",
+        "The position of a VM in the job is not the one that Batch gave it.",
+        "An error means that the hosts file lacks this VM. A warning means that its order differs from Batch's.",
+        "A warning needs no action. After an error, run again.",
+    ),
     "batch.root": Check(
         "error",
         "VMs cannot reach the run's folder.",
@@ -589,6 +649,12 @@ _BATCH = {
         "`platform.subnetwork` is in another region than `platform.location`.",
         "A subnetwork belongs to one region.",
         "Use a subnetwork of that region.",
+    ),
+    "batch.toolkit": Check(
+        "error",
+        "The boot image has no `nvidia-ctk`.",
+        "Docker cannot give GPUs to containers without NVIDIA's toolkit.",
+        "Set `platform.os=cos`, or use a newer image.",
     ),
 }
 

@@ -133,7 +133,7 @@ async def _collected_by_a_job(run: Run, image: str | None) -> FinalManifest:
 
     handle = replace(await asyncio.to_thread(job_handle, collecting), make_job=make_job)
     for _ in range(2):  # the first may be the training's job, which has saved everything but has not ended
-        await run_job(handle, max_restarts=config.train.max_restarts, restarts=config.train.restart_policy)
+        await run_job(handle)
         final = await asyncio.to_thread(exported, run.storage)
         if final is not None:
             return final

@@ -32,7 +32,7 @@ from launcher.runs.restarts import RestartPolicy, without_machine
 from launcher.runs.run import Run, training_spec, write_config
 from launcher.runs.waiting import follow, pause, read_logs, retry_until_reachable
 from litgpt_demo import timeouts
-from litgpt_demo.config import InitialWeights, RestartSettings
+from litgpt_demo.config import InitialWeights
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import Unreadable
 from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, one_line
@@ -85,15 +85,8 @@ async def train(
             seconds=partial(_remaining_budget_seconds, run),
             prepare=lambda record: write_config(run, spec, identity, attempt=record.attempt),
         )
-        settings = run.config.train
-        await run_job(
-            handle,
-            max_restarts=settings.max_restarts,
-            restarts=settings.restart_policy,
-            on_row=on_row,
-            step=max((manifest.step for manifest in committed), default=0),
-            watch=watch,
-        )
+        step = max((manifest.step for manifest in committed), default=0)
+        await run_job(handle, on_row=on_row, step=step, watch=watch)
         committed = await asyncio.to_thread(checkpoints.list_complete, run.storage)
     what = f"{spec.steps} steps"
     if committed and committed[0].step < spec.steps:
@@ -124,9 +117,12 @@ def _remaining_budget_seconds(run: Run) -> float | None:
 
 
 async def run_job(
-    handle: JobHandle, *, max_restarts: int, restarts: RestartSettings | None = None,
-    on_row: Callable[[Row], None] = lambda row: None, step: int = 0, watch: CancelWatch | None = None,
-) -> AttemptRecord:  # fmt: skip
+    handle: JobHandle,
+    *,
+    on_row: Callable[[Row], None] = lambda row: None,
+    step: int = 0,
+    watch: CancelWatch | None = None,
+) -> AttemptRecord:
     """Reattach to a job or start it, restart it as its policy says, and return the attempt that ended well. The
     orchestrator that holds the run's lease starts attempts, records their diagnoses and emits events; the others
     follow. A resumed flow run continues the count of attempts, a new command begins a new one. `step` is the run's
@@ -148,7 +144,7 @@ async def run_job(
             handle=handle,
             lease=lease,
             watch=watch,
-            policy=RestartPolicy(run=attempts.run, max_restarts=max_restarts, settings=restarts or RestartSettings()),
+            policy=RestartPolicy.of(handle.config, attempts.run),
             on_row=on_row,
             diagnoses=diagnoses,
             newest_step=max((diagnosis.after for diagnosis in diagnoses), default=step),

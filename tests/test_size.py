@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 38_822,
-    "launcher": 16_689,
+    "source": 38_896,
+    "launcher": 16_701,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 17_056,
+    "litgpt_demo": 17_122,
     "bench": 803,
-    "tests": 32_928,
+    "tests": 32_955,
     "test data": 3_667,
 }
 

@@ -113,14 +113,13 @@ def _about_access(handle: JobHandle, findings: Sequence[Finding]) -> list[Findin
 
 
 def _about_restarts(config: RunConfig | ScriptConfig) -> list[Finding]:
-    section, settings = ("train.", config.train) if isinstance(config, RunConfig) else ("", config)
-    default = type(settings).model_fields["max_restarts"].default
-    if (settings.max_restarts, settings.restart_policy) == (default, RestartSettings()):
+    policy = RestartPolicy.of(config, config.name)
+    owner = config.train if isinstance(config, RunConfig) else config
+    default = type(owner).model_fields["max_restarts"].default
+    if (policy.max_restarts, policy.settings) == (default, RestartSettings()):
         return []
-    policy = RestartPolicy(run=config.name, max_restarts=settings.max_restarts, settings=settings.restart_policy)
-    return [
-        Finding("info", "run.restarts", str(policy), f"{section}max_restarts and {section}restart_policy change that")
-    ]
+    fix = f"{policy.section}max_restarts and {policy.section}restart_policy change that"
+    return [Finding("info", "run.restarts", str(policy), fix)]
 
 
 def _works(config: AnyConfig, *, preview: bool = False) -> dict[str, Run | Script]:

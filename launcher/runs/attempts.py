@@ -35,7 +35,7 @@ from launcher.runs.index import (
     this_machine,
     whoami,
 )
-from launcher.runs.restarts import nodes_to_exclude
+from launcher.runs.restarts import RestartPolicy, nodes_to_exclude
 from launcher.runs.run import Run, Script
 from litgpt_demo import timeouts
 from litgpt_demo.data.dataset import PlannedDataset
@@ -270,9 +270,8 @@ class JobHandle:
         return replace(self.make_job(number), exclude_nodes=exclude)
 
     def nodes_to_exclude(self, diagnoses: Sequence[AttemptDiagnosis]) -> tuple[str, ...]:
-        config = self.config
-        restarts = config.train.restart_policy if isinstance(config, RunConfig) else config.restart_policy
-        return nodes_to_exclude(diagnoses, times=restarts.exclude_machine_after)
+        policy = RestartPolicy.of(self.config, self.attempts.run)
+        return nodes_to_exclude(diagnoses, times=policy.settings.exclude_machine_after)
 
     def should_reattach(self, last: Attempt) -> bool:
         """Return whether the last attempt can continue: its job is live on the config's platform and writes

@@ -47,7 +47,14 @@ ADVICE: Mapping[FailureClass, str] = {
     FailureClass.HANG: "the stacks say what each rank waited for; a new attempt resumes from the last checkpoint",
     FailureClass.PREEMPTED: "the machine was taken away; a new attempt resumes from the last checkpoint",
     FailureClass.UNKNOWN: "read the traceback above and the logs of the attempt",
+    FailureClass.UNREACHABLE: "wait, and run the same command again: the job may still be running",
+    FailureClass.UNKNOWN_RUN: "take a name that `train-litgpt runs` lists",
+    FailureClass.LIVE: "follow the running job, replace it with `--replace`, or start another with `--allow-duplicate`",
+    FailureClass.CANCELLED: "run the same command to resume from the last checkpoint",
+    FailureClass.SERVER: "start Prefect's server with `train-litgpt serve`, or unset `PREFECT_API_URL`",
+    FailureClass.REFUSED: "do what the message says",
 }
+"""The advice of each class. Only commands end with the last six, and only docs/reference/exit-codes.md shows theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -195,11 +195,11 @@ class RunRow:
     """The settings that a sweep's trial varies, as `learning_rate=0.001`; else empty."""
     state: str
     """A JobState of its last attempt, or DONE."""
-    step: int | None
-    steps: int | None
-    loss: float | None
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
     """Nats per token of the newest step; None for a finished run, whose manifest has only the validation loss."""
-    validation_loss: float | None
+    validation_loss: float | None = None
     """Nats per token of the newest evaluation; of a finished run, that of its model."""
     started: float
     """The start of the last attempt, in seconds since the epoch."""
@@ -226,42 +226,40 @@ def run_rows(
     flow_runs, open = index.flow_runs_of_attempts(), open or platform_opener()
 
     def row(record: AttemptRecord) -> RunRow:
-        folder, note = index.root.within(f"runs/{record.run}"), ""
-        step, steps, loss, validation_loss = None, None, None, None
-        try:
-            manifest = read_manifest(folder, RunManifest)
-            if manifest is not None:
-                state, step, steps, validation_loss = DONE, manifest.step, manifest.step, manifest.validation_loss
-            else:
-                last = Attempts(index=index, run=record.run, open_platform=open).last()
-                state = DONE if last is None else last.status.state.value
-                rows = read_metrics(folder)
-                if rows:
-                    progress = summary(rows)
-                    step, steps = progress.step, progress.steps
-                    loss, validation_loss = progress.loss, progress.validation_loss
-        except TrainLitgptError as error:
-            state, note = JobState.UNKNOWN.value, str(error)
-        return RunRow(
+        unknown = RunRow(
             run=record.run,
             sweep=record.sweep,
             trial=record.trial or "",
-            state=state,
-            step=step,
-            steps=steps,
-            loss=loss,
-            validation_loss=validation_loss,
+            state=JobState.UNKNOWN.value,
             started=record.created,
             platform=str(record.platform.get("kind")),
             attempts=record.attempt,
             flow_run=record.flow_run,
             flow_runs=flow_runs.get((record.run, record.attempt), ()),
             user=record.user,
-            note=note,
         )
+        try:
+            return _with_progress(unknown, Attempts(index=index, run=record.run, open_platform=open))
+        except TrainLitgptError as error:
+            return replace(unknown, note=str(error))
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         return list(pool.map(row, [record for record in index.newest(bad) if not runs or record.run in runs]))
+
+
+def _with_progress(row: RunRow, attempts: Attempts) -> RunRow:
+    folder = attempts.index.root.within(f"runs/{row.run}")
+    manifest = read_manifest(folder, RunManifest)
+    if manifest is not None:
+        step = manifest.step
+        return replace(row, state=DONE, step=step, steps=step, validation_loss=manifest.validation_loss)
+    last = attempts.last()
+    row = replace(row, state=DONE if last is None else last.status.state.value)
+    rows = read_metrics(folder)
+    if not rows:
+        return row
+    now = summary(rows)
+    return replace(row, step=now.step, steps=now.steps, loss=now.loss, validation_loss=now.validation_loss)
 
 
 def table_of(rows: Sequence[RunRow]) -> list[dict[str, str]]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from zlib import crc32
 
+from launcher.config import RunConfig, ScriptConfig
 from launcher.runs.diagnosis import ADVICE, Diagnosis
 from launcher.runs.index import MOST_EXCLUDED, AttemptDiagnosis
 from litgpt_demo.config import RestartRule, RestartSettings
@@ -48,8 +49,16 @@ class RestartPolicy:
 
     run: str
     """The name of the run, which decides the jitter."""
+    section: str = ""
+    """The section of the config that has these settings, with its dot; a script has them at its top level."""
     max_restarts: int
     settings: RestartSettings = field(default_factory=RestartSettings)
+
+    @classmethod
+    def of(cls, config: RunConfig | ScriptConfig, run: str) -> RestartPolicy:
+        """Return the policy of a config for the run of this name."""
+        section, owner = ("train.", config.train) if isinstance(config, RunConfig) else ("", config)
+        return cls(run=run, section=section, max_restarts=owner.max_restarts, settings=owner.restart_policy)
 
     def rule(self, fault: FailureClass) -> RestartRule | None:
         """Return the rule of a failure class with its number of attempts; None for a user error, which has none."""
@@ -97,9 +106,9 @@ class RestartPolicy:
             ended = f"{spent} attempts ended so"
             if rule.reset_on_progress:
                 ended += " without a new checkpoint"
-            limit = "max_restarts"
+            limit = f"{self.section}max_restarts"
             if getattr(self.settings, _setting(fault)).attempts is not None:
-                limit = f"restart_policy.{_setting(fault)}.attempts"
+                limit = f"{self.section}restart_policy.{_setting(fault)}.attempts"
             why = f"no new attempt is left after {fault}: {ended}, and {limit}={rule.attempts}"
             return Decision(why=f"{why}; {_HELPS.get(fault, ADVICE[fault])}, or raise {limit}")
         if not spent:  # an attempt that costs no budget must not restart without a pause

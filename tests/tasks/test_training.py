@@ -69,8 +69,8 @@ def ended_well(
     folder: Path, platform: StrictPlatform, *, restarts: RestartSettings = AT_ONCE, max_restarts: int = 0
 ) -> int:
     """The number of the attempt that ended well; JobFailed if none did."""
-    handle = handle_on(platform, folder, "demo")
-    return asyncio.run(run_job(handle, max_restarts=max_restarts, restarts=restarts)).attempt
+    handle = handle_on(platform, folder, "demo", max_restarts=max_restarts, restart_policy=restarts)
+    return asyncio.run(run_job(handle)).attempt
 
 
 def notes(events: Iterable[Event], message: str) -> list[str]:
@@ -236,8 +236,8 @@ def test_nodes_get_the_seconds_that_the_budget_pays(tmp_path: Path) -> None:
             programs.append(submission.body["program"])
             return super().submit(submission)
 
-    handle = replace(handle_on(Noting([BROKEN, 0]), tmp_path, "demo"), seconds=lambda: next(rest))
-    asyncio.run(run_job(handle, max_restarts=1, restarts=AT_ONCE))
+    handle = handle_on(Noting([BROKEN, 0]), tmp_path, "demo", max_restarts=1, restart_policy=AT_ONCE)
+    asyncio.run(run_job(replace(handle, seconds=lambda: next(rest))))
     assert programs == [["a.py", "--seconds", seconds] for seconds in ("3600", "1800")]
 
 
@@ -392,11 +392,11 @@ def test_two_orchestrators_share_one_count_of_restarts(tmp_path: Path, monkeypat
     flow_runs, events, index = iter((["one"], ["another"])), list[Event](), Index.of(str(tmp_path))
     monkeypatch.setattr(training, "flow_runs", lambda: next(flow_runs))
     platform = Followed(repeat(BROKEN), index)
-    handle = handle_on(platform, tmp_path, "demo")
+    handle = handle_on(platform, tmp_path, "demo", max_restarts=2, restart_policy=AT_ONCE)
 
     async def orchestrated() -> None:
         with pytest.raises(JobFailed):
-            await run_job(handle, max_restarts=2, restarts=AT_ONCE)
+            await run_job(handle)
 
     async def two() -> None:
         await asyncio.gather(orchestrated(), orchestrated())
@@ -418,7 +418,8 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
     events, written, index = list[str](), list[int](), Index.of(str(tmp_path))
     monkeypatch.setattr(training, "emit_milestone", lambda milestone, *_, **__: events.append(milestone))
     platform = Followed([BROKEN, 0], index)
-    leading = replace(handle_on(platform, tmp_path, "demo"), prepare=lambda record: written.append(2))
+    handle = handle_on(platform, tmp_path, "demo", max_restarts=1, restart_policy=AT_ONCE)
+    leading = replace(handle, prepare=lambda record: written.append(2))
     make = leading.make_job
     following = replace(
         leading, make_job=lambda number: replace(make(number), nodes=4), prepare=lambda record: written.append(4)
@@ -426,10 +427,10 @@ def test_follower_changes_nothing_and_starts_no_attempt(tmp_path: Path, monkeypa
 
     async def two() -> list[int]:
         monkeypatch.setattr(training, "flow_runs", lambda: ["leader"])
-        first = asyncio.create_task(run_job(leading, max_restarts=1, restarts=AT_ONCE))
+        first = asyncio.create_task(run_job(leading))
         await asyncio.to_thread(until, lambda: index.flow_runs_of_attempts("leader"))
         monkeypatch.setattr(training, "flow_runs", lambda: ["follower"])
-        records = await asyncio.gather(first, run_job(following, max_restarts=1, restarts=AT_ONCE))
+        records = await asyncio.gather(first, run_job(following))
         return [record.attempt for record in records]
 
     assert asyncio.run(two()) == [2, 2]
@@ -449,7 +450,7 @@ def test_attempt_that_ended_well_between_looks_is_not_repeated(
 
     monkeypatch.setattr(training, "submit_job", refuse)
     platform = StrictPlatform()
-    handle = handle_on(platform, tmp_path, "demo")
+    handle = handle_on(platform, tmp_path, "demo", max_restarts=1, restart_policy=AT_ONCE)
     leader, started = Lease(handle.attempts.index, "demo"), list[JobId]()
 
     def start() -> None:
@@ -473,7 +474,7 @@ def test_attempt_that_ended_well_between_looks_is_not_repeated(
         handle.reattach_or_create()
     with leader, Listener(lead):
         assert leader.take()
-        assert asyncio.run(run_job(handle, max_restarts=1, restarts=AT_ONCE)).attempt == followed + 1
+        assert asyncio.run(run_job(handle)).attempt == followed + 1
 
 
 @pytest.mark.parametrize("state", [JobState.ABSENT, JobState.CANCELLED])
@@ -525,7 +526,7 @@ def test_cancellation_before_the_job_step_ends_the_run(tmp_path: Path) -> None:
     watch = CancelWatch(handle.attempts.index, handle.names)
     assert handle.attempts.cancel() == []
     with pytest.raises(JobCancelled):
-        asyncio.run(run_job(handle, max_restarts=0, watch=watch))
+        asyncio.run(run_job(handle, watch=watch))
     assert platform.began == []
 
 
@@ -541,9 +542,9 @@ def test_run_moves_to_another_platform_when_cancelled_first(tmp_path: Path) -> N
     )
     refused = replace(moved, config=moved.config.model_copy(update={"launch": LaunchSettings()}))
     with pytest.raises(RunIsLive, match="--replace"):
-        asyncio.run(run_job(refused, max_restarts=0))
+        asyncio.run(run_job(refused))
     assert old.live() == [old_job]
-    assert asyncio.run(run_job(moved, max_restarts=0)).attempt == 2
+    assert asyncio.run(run_job(moved)).attempt == 2
     assert (old.live(), len(new.began)) == ([], 1)
 
 
@@ -667,7 +668,8 @@ def run_on_slurm(cluster: SlurmCommands, folder: Path, **fate: str) -> None:
     cluster.fate = fate
     section = {"kind": "slurm", "nodes": 2, "admission_timeout": 0}
     platform = SlurmPlatform(SlurmPlatformConfig.model_validate(section), settle=0)
-    asyncio.run(run_job(handle_on(platform, folder, "demo", platform=section), max_restarts=3, restarts=AT_ONCE))
+    handle = handle_on(platform, folder, "demo", platform=section, max_restarts=3, restart_policy=AT_ONCE)
+    asyncio.run(run_job(handle))
 
 
 def test_run_on_slurm_ends_when_its_nodes_cannot_start(tmp_path: Path) -> None:

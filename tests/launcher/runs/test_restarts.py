@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from launcher.config import RunConfig, ScriptConfig
 from launcher.runs.diagnosis import RESTARTED, Action, Diagnosis
 from launcher.runs.index import MOST_EXCLUDED, AttemptDiagnosis
 from launcher.runs.restarts import RestartPolicy, nodes_to_exclude, without_machine
-from litgpt_demo.config import RestartSettings
+from litgpt_demo.config import RestartSettings, TrainConfig
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, FailureClass
 
 Ending = tuple[FailureClass, bool]
@@ -36,6 +37,19 @@ def goes_on(*endings: Ending, **settings: Any) -> bool:
 def test_failures_with_progress_use_up_no_budget() -> None:
     for fault in (FailureClass.PREEMPTED, FailureClass.NODE, FailureClass.NETWORK):
         assert (after(*[(fault, True)] * 500) or 0) >= 5, "what costs nothing must not come back at once"
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (ScriptConfig(script="/train.py", max_restarts=0), "max_restarts"),
+        (RunConfig(train=TrainConfig(max_restarts=0)), "train.max_restarts"),
+        (RunConfig(train=TrainConfig(restart_policy={"node_fault": 0})), "train.restart_policy.node_fault.attempts"),
+    ],
+)
+def test_advice_names_the_setting_of_the_config(config: RunConfig | ScriptConfig, limit: str) -> None:
+    failed = AttemptDiagnosis(attempt=1, fault=FailureClass.NODE, before=0, after=0)
+    assert RestartPolicy.of(config, "owt").decide([failed]).why.endswith(f"or raise {limit}")
 
 
 def test_zero_restarts_apply_to_all_but_preemptions() -> None:
