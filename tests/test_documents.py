@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ HEADINGS = [
     "At a glance", "Administrator, once", "User, once", "Config", "Check", "Run, follow, cancel", "Storage", "Network",
     "When something fails", "Security", "Cost and clean-up", "Settings", "Troubleshooting",
 ]  # fmt: skip
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]+)\)")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)#]*)(?:#([^)]*))?\)")
 
 
 def commands(program: str = "", pages: Iterable[Path] = PAGES) -> Iterator[list[str]]:
@@ -106,9 +107,23 @@ def test_page_of_each_platform_has_the_same_headings() -> None:
     assert [headings.findall(page)[: len(HEADINGS)] for page in pages] == [HEADINGS] * len(PLATFORMS)
 
 
-def test_each_link_to_a_file_leads_somewhere() -> None:
-    links = [(page, target) for page in PAGES for target in LINK.findall(page.read_text(encoding="utf-8"))]
-    lost = [(page, target) for page, target in links if "://" not in target and not (page.parent / target).exists()]
+@cache
+def anchors(page: Path) -> set[str]:
+    """The ids that a link to a page can name, by the rule of GitHub and of the site."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)", text, re.MULTILINE)
+    slugs = {
+        re.sub(r"[^\w -]", "", re.sub(r"\]\([^)]*\)", "", heading.lower())).replace(" ", "-") for heading in headings
+    }
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+def test_each_link_leads_to_a_file_and_to_a_section_of_it() -> None:
+    links = [(page, *target) for page in PAGES for target in LINK.findall(page.read_text(encoding="utf-8"))]
+    local = [(page, page.parent / file if file else page, anchor) for page, file, anchor in links if "://" not in file]
+    assert sum(bool(anchor) for *_, anchor in local) > 50
+    assert [(page, file) for page, file, _ in local if not file.exists()] == []
+    lost = [link for link in local if link[2] and link[1].suffix == ".md" and link[2] not in anchors(link[1])]
     assert lost == []
 
 
