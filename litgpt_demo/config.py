@@ -25,7 +25,7 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 
 from litgpt_demo import catalogue
-from litgpt_demo.schedules import SCHEDULES, schedule_problem, unread_setting_problem
+from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, schedule_problem, unread_setting_problem
 
 
 def arrange_form(schema: dict[str, Any]) -> None:
@@ -642,8 +642,10 @@ TunesRun: TypeAlias = Annotated[T, RunIdRole.TUNES_RUN]
 
 # The choices are the registry's, which a type checker does not see.
 if TYPE_CHECKING:
+    DecayShape: TypeAlias = str
     ScheduleName: TypeAlias = str
 else:
+    DecayShape = Literal[tuple(DECAY_SHAPES)]
     ScheduleName = Literal[tuple(SCHEDULES)]
 
 
@@ -656,9 +658,13 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     micro_batch: TunesRun[Count] = Field(8, gt=0)
     """Sequences per forward pass of one process. It accumulates gradients over its share of `global_batch`."""
     max_steps: ShapesModel[PositiveCount | None] = None
-    """Optimizer steps to train for. Give this or `max_tokens`. Without both, the run is one pass over the data."""
+    """Optimizer steps to train for. Give this, `max_tokens` or `tokens_per_parameter`. Without them, the run is one
+    pass over the data."""
     max_tokens: ShapesModel[PositiveCount | None] = None
     """Tokens to train for, rounded up to whole steps."""
+    tokens_per_parameter: ShapesModel[float | None] = Field(None, gt=0)
+    """Tokens to train for, for each parameter of the model, embeddings included. About 20 give the lowest loss for the
+    arithmetic (https://arxiv.org/abs/2203.15556)."""
     max_time: TunesRun[Duration | None] = None
     """Time to train for over all attempts, such as 8h, 90m, 8:30 (hours and minutes) or PT8H. Then the run saves and
     counts as finished. The learning rate is computed for the full number of steps."""
@@ -676,6 +682,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """Steps in which the learning rate rises in a straight line. A number below 1 is a share of the run."""
     decay_steps: ShapesModel[Steps] = Field(0.2, gt=0)
     """With schedule=wsd, the last steps, in which the learning rate falls. A number below 1 is a share of the run."""
+    decay_shape: ShapesModel[DecayShape] = "linear"
+    """With schedule=wsd, the fall in these steps: `linear`, half a `cosine`, or `sqrt`, which falls by the square root
+    of the decay's share that is done: fast at first, and then ever slower."""
     weight_decay: ShapesModel[float] = Field(0.1, ge=0)
     """The optimizer's decay of matrices. Biases and norms do not decay."""
     betas: ShapesModel[tuple[UnitInterval, UnitInterval]] = (0.9, 0.95)
@@ -734,9 +743,13 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
 
     @model_validator(mode="after")
     def _length_is_given_once(self) -> Self:
-        steps, tokens = self.max_steps, self.max_tokens
-        if steps is not None and tokens is not None:
-            raise ValueError(f"train.max_steps={steps} and train.max_tokens={tokens} are both given; keep one")
+        given = [
+            f"train.{name}={getattr(self, name):g}"
+            for name in ("max_steps", "max_tokens", "tokens_per_parameter")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are both given; keep one")
         return self
 
     @model_validator(mode="after")
@@ -783,13 +796,15 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             raise ValueError(f"train.profiler.steps={profiler.steps} begin after train.max_steps={steps}; lower them")
         return self
 
-    def steps(self, *, tokens: int, sequence_length: int) -> int:
-        """Return the number of optimizer steps for a training split of `tokens` tokens."""
+    def steps(self, *, tokens: int, sequence_length: int, parameters: int) -> int:
+        """Return the optimizer steps of a model of `parameters` for a training split of `tokens` tokens."""
         if self.max_steps is not None:
             return self.max_steps
         per_step = self.global_batch * sequence_length
         if self.max_tokens is not None:
             return math.ceil(self.max_tokens / per_step)
+        if self.tokens_per_parameter is not None:
+            return math.ceil(self.tokens_per_parameter * parameters / per_step)
         return max(1, tokens // per_step)
 
     def shard_degree(self, nodes: int, processes: int) -> int:

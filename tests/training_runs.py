@@ -85,7 +85,7 @@ def write_run(
     """A run's folder as the launcher leaves it before training."""
     settings = TrainConfig.model_validate(TRAIN | train)
     manifest: DatasetManifest = open_dataset(str(dataset))
-    steps = settings.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length)
+    steps = settings.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length, parameters=0)
     spec = TrainingSpec(
         run=folder.name, dataset=str(dataset), dataset_hash=manifest.content_hash, model=model, train=settings,
         steps=steps, world_size=world_size, origin=origin,

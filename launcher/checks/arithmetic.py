@@ -204,6 +204,7 @@ def figures(
     rows.append(("FLOPs per token", count_text(per_token), how))
     if tokens:
         how, seconds = f"{count_text(tokens)} tokens", seconds_for(config, per_token * tokens)
+        how += f", {tokens / estimates.parameters(model):.3g} per parameter"
         if device is not None and device.peak is not None and seconds is not None:
             peak = f"{config.world_size} {device.name} of {device.peak / 1e12:g} TFLOP/s"
             how = f"{how}; {duration_text(seconds)} at {UTILISATION:.0%} of {peak}"

@@ -26,7 +26,7 @@ from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
 from launcher.runs.attempts import JobHandle, job_handle, resolve_name_conflicts
 from launcher.runs.restarts import RestartPolicy
-from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, training_spec
+from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, steps_of, training_spec
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo import timeouts
 from litgpt_demo.config import RestartSettings, TrainedTokenizer, content_hash
@@ -191,10 +191,8 @@ class Inspection:
     @property
     def steps(self) -> int | None:
         """Return the optimizer steps of the run, None if they depend on a dataset that does not exist yet."""
-        train, length = self.run.config.train, self.run.config.model.sequence_length
-        if train.max_steps is None and train.max_tokens is None and self.dataset is None:
-            return None
-        return train.steps(tokens=self.dataset.train.tokens if self.dataset else 0, sequence_length=length)
+        tokens = self.dataset.train.tokens if self.dataset else None
+        return steps_of(self.run.config, tokens=tokens, vocab_size=self.vocabulary)
 
     @cached_property
     def saved_step(self) -> int:

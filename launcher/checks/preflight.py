@@ -32,7 +32,7 @@ from launcher.formatting import bytes_text
 from launcher.images.settings import BuiltImage, NoImage
 from launcher.job import Job
 from launcher.platforms.base import Platform
-from launcher.runs.run import Run, Script
+from launcher.runs.run import Run, Script, steps_of
 from litgpt_demo import PYTHON, catalogue
 from litgpt_demo.config import EvaluationConfig, InitialWeights, ModelConfig, TrainConfig
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
@@ -77,13 +77,7 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
     if changes:
         what = f"model.config changes {model.name}: {changes}"
         yield Finding("warning", "model.config", what, "model.config={} takes it unchanged")
-    # The config itself checks max_steps; without either the dataset decides, and its dry run checks.
-    if train.max_tokens is not None:
-        steps = train.steps(tokens=0, sequence_length=model.sequence_length)
-        text = f"the {steps:,} steps that train.max_tokens={train.max_tokens:,} makes"
-        problem = schedule_problem(train, steps, text)
-        if problem is not None:
-            yield Finding("error", "train.warmup_steps", *problem)
+    yield from _check_schedule(config, vocab_size=vocab_size)
     yield from _check_products(train, model)
     if config.platform.on_this_machine and not gpu_names():
         if train.float8:
@@ -104,6 +98,19 @@ def check_training(config: RunConfig, job: Job, *, vocab_size: int | None) -> It
         yield from check_evaluation(config.evaluation)
     yield from check_memory(config, vocab_size=vocab_size)
     yield from config.platform.missing_secrets(job.secrets)
+
+
+def _check_schedule(config: RunConfig, *, vocab_size: int | None) -> Iterator[Finding]:
+    train = config.train
+    # The config itself checks max_steps; without a length the dataset decides, and its dry run checks.
+    steps = steps_of(config, tokens=None, vocab_size=vocab_size)
+    if steps is not None and train.max_steps is None:
+        length = f"train.tokens_per_parameter={train.tokens_per_parameter}"
+        if train.max_tokens is not None:
+            length = f"train.max_tokens={train.max_tokens:,}"
+        problem = schedule_problem(train, steps, f"the {steps:,} steps that {length} makes")
+        if problem is not None:
+            yield Finding("error", "train.warmup_steps", *problem)
 
 
 def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]:

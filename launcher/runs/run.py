@@ -116,6 +116,23 @@ def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | 
     return Run(config=config, dataset=dataset, id=run_id, origin=origin)
 
 
+def steps_of(config: RunConfig, *, tokens: int | None, vocab_size: int | None) -> int | None:
+    """Return the optimizer steps of a run; None if they depend on the `tokens` of the training split or on the
+    vocabulary, and that is None."""
+    train, model = config.train, config.model
+    parameters = 0
+    if train.tokens_per_parameter is not None:
+        if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
+            return None
+        gpt = catalogue.config_of(
+            model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocab_size
+        )
+        parameters = estimates.parameters(gpt)
+    elif tokens is None and train.max_steps is None and train.max_tokens is None:
+        return None
+    return train.steps(tokens=tokens or 0, sequence_length=model.sequence_length, parameters=parameters)
+
+
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     """Return the settings for the nodes. Raises UserError if a split is too short for a sample, or the run for its
     warm-up."""
@@ -126,7 +143,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     for source in dataset.mixture.sources if dataset.mixture else ():
         where = f"the smaller split of {source.name}, of data.mixture,"
         require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
-    steps = config.train.steps(tokens=dataset.train.tokens, sequence_length=config.model.sequence_length)
+    steps = steps_of(config, tokens=dataset.train.tokens, vocab_size=dataset.vocab_size)
+    assert steps is not None
     problem = schedule_problem(config.train, steps, f"the run's {steps} steps")
     if problem:
         raise UserError(problem[0], fix=problem[1])

@@ -9,20 +9,28 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from litgpt_demo.config import TrainConfig
-from litgpt_demo.schedules import SCHEDULES, Position, learning_rate_at, schedule_problem, warmup_and_decay_steps
+from litgpt_demo.schedules import (
+    DECAY_SHAPES,
+    SCHEDULES,
+    Position,
+    learning_rate_at,
+    schedule_problem,
+    warmup_and_decay_steps,
+)
 
 PART = st.integers(0, 400) | st.floats(0.0, 0.5)
 
 
 @given(
-    st.sampled_from([*SCHEDULES]), st.integers(1, 3000), PART, PART.filter(bool), st.none() | st.floats(0.0, 0.5)
+    st.sampled_from([*SCHEDULES]), st.integers(1, 3000), PART, PART.filter(bool), st.none() | st.floats(0.0, 0.5),
+    st.sampled_from([*DECAY_SHAPES]),
 )  # fmt: skip
-@example("linear", 10, 0, 1, 0.0)
+@example("linear", 10, 0, 1, 0.0, "linear")
 def test_learning_rate_rises_stays_and_falls_by_its_schedule(
-    schedule: str, steps: int, warmup: float, decay: float, low: float | None
+    schedule: str, steps: int, warmup: float, decay: float, low: float | None, shape: str
 ) -> None:
     """There is no jump between the phases, and the lowest rate is that of the last step."""
-    values = {"decay_steps": decay, "min_learning_rate": low}
+    values = {"decay_steps": decay, "min_learning_rate": low, "decay_shape": shape}
     settings = {name: value for name, value in values.items() if name in SCHEDULES[schedule].settings}
     train = TrainConfig.model_validate(
         {"learning_rate": 0.5, "schedule": schedule, "warmup_steps": warmup, "max_tokens": 1} | settings
@@ -44,8 +52,10 @@ def test_learning_rate_rises_stays_and_falls_by_its_schedule(
         case "linear":
             assert after == pytest.approx(np.linspace(0.5, bottom, rest + 1).tolist())
         case "wsd":
-            line = np.linspace(0.5, bottom, falling + 1).tolist()
-            assert after == pytest.approx([0.5] * (rest - falling) + line)
+            done = np.linspace(0.0, 1.0, falling + 1)
+            left = {"linear": 1 - done, "sqrt": 1 - np.sqrt(done), "cosine": (1 + np.cos(np.pi * done)) / 2}[shape]
+            falls = (bottom + (0.5 - bottom) * left).tolist()
+            assert after == pytest.approx([0.5] * (rest - falling) + falls)
         case "constant":
             assert set(after) == {0.5}
     if "min_learning_rate" in settings and rest:

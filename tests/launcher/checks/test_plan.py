@@ -14,7 +14,7 @@ from launcher.checks.plan import lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import job_handle
-from launcher.runs.run import plan_run, preview_run
+from launcher.runs.run import plan_run, preview_run, training_spec
 from launcher.runs.sweeps import trials
 from litgpt_demo.data.dataset import plan_dataset
 from litgpt_demo.data.preparation import prepare
@@ -73,8 +73,20 @@ def test_plan_of_a_new_run_has_every_stage_without_writing(tiny: Tiny, tmp_path:
         ("training", "train 8 steps", f"{tmp_path}/runs/{run.name}"),
         ("checkpoints", "verify the last checkpoint", f"{tmp_path}/runs/{run.name}/{FINAL}"),
     ]
-    assert {row["what"]: row["arithmetic"] for row in planned.arithmetic}["FLOPs in all"] == "1,024 tokens"
+    arithmetic = {row["what"]: row["arithmetic"] for row in planned.arithmetic}
+    assert arithmetic["FLOPs in all"] == "1,024 tokens, 0.0308 per parameter"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_by_tokens_per_parameter_are_those_of_the_run(tiny: Tiny) -> None:
+    """The vocabulary of a trained tokenizer is known before the dataset exists."""
+    config = tiny({"train.max_steps": None, "train.tokens_per_parameter": 0.5})
+    planned = plan_of(config)
+    [row] = [row for row in planned.arithmetic if row["what"] == "FLOPs in all"]
+    assert row["arithmetic"].endswith(" 0.5 per parameter")
+    trained = would(config)["training"]
+    run = plan_run(config)
+    assert trained.startswith(f"train {training_spec(run, prepare(run.dataset, run.root)).steps:,} steps")
 
 
 def test_a_plan_says_the_peak_of_scratch_disk_of_a_remote_corpus(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

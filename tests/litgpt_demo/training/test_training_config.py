@@ -40,6 +40,7 @@ def test_invalid_counts_are_refused(written: object) -> None:
         (TrainConfig, {"warmup_steps": 1.5}, "neither a share of the run, which is below 1, nor whole steps"),
         (TrainConfig, {"schedule": "wsd", "warmup_steps": 0.5, "decay_steps": 4, "max_steps": 8}, "steps=4 leaves"),
         (TrainConfig, {"decay_steps": 0.1}, "schedule=cosine does not use train.decay_steps=0.1; .*=wsd"),
+        (TrainConfig, {"decay_shape": "sqrt"}, "schedule=cosine does not use train.decay_shape=sqrt; .*=wsd"),
         (
             TrainConfig,
             {"schedule": "constant", "min_learning_rate": 0},
@@ -88,10 +89,13 @@ def test_a_global_batch_splits_or_one_that_does_is_named(
 
 @given(tokens=st.integers(1, 10**12), batch=st.integers(1, 4096), length=st.integers(1, 8192))
 def test_steps_cover_max_tokens_or_all_data_once(tokens: int, batch: int, length: int) -> None:
-    steps = train(max_tokens=tokens, global_batch=batch, micro_batch=1).steps(tokens=7, sequence_length=length)
-    assert 0 <= steps * batch * length - tokens < batch * length
-    steps = train(global_batch=batch, micro_batch=1).steps(tokens=tokens, sequence_length=length)
-    assert steps == max(1, math.floor(tokens / (batch * length)))
+    def steps(parameters: int = 9, split: int = 7, **length_of_run: float) -> int:
+        settings = train(global_batch=batch, micro_batch=1, **length_of_run)
+        return settings.steps(tokens=split, sequence_length=length, parameters=parameters)
+
+    assert 0 <= steps(max_tokens=tokens) * batch * length - tokens < batch * length
+    assert steps(tokens_per_parameter=2.5, parameters=2 * tokens) == steps(max_tokens=5 * tokens)
+    assert steps(split=tokens) == max(1, math.floor(tokens / (batch * length)))
 
 
 def test_content_hash_is_the_same_in_every_version() -> None:
@@ -112,9 +116,10 @@ def test_every_training_field_has_one_role_in_run_ids() -> None:
 
 # A field that is left out has the same part in a run id whatever its default is.
 DEFAULTS = {
-    "global_batch": 512, "max_steps": None, "max_tokens": None, "learning_rate": 6e-4, "min_learning_rate": None,
-    "schedule": "cosine", "warmup_steps": 100, "decay_steps": 0.2, "weight_decay": 0.1, "betas": (0.9, 0.95),
-    "clip_norm": 1.0, "precision": "bf16-mixed", "float8": False, "seed": 1337,
+    "global_batch": 512, "max_steps": None, "max_tokens": None, "tokens_per_parameter": None, "learning_rate": 6e-4,
+    "min_learning_rate": None, "schedule": "cosine", "warmup_steps": 100, "decay_steps": 0.2, "decay_shape": "linear",
+    "weight_decay": 0.1, "betas": (0.9, 0.95), "clip_norm": 1.0, "precision": "bf16-mixed", "float8": False,
+    "seed": 1337,
 }  # fmt: skip
 
 
