@@ -691,6 +691,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """AdamW's two averaging factors, of gradients and of their squares, each from 0 to below 1."""
     clip_norm: ShapesModel[float | None] = Field(1.0, gt=0)
     """Gradients with a larger norm are scaled down to this one. Empty does not clip."""
+    z_loss: ShapesModel[float] = Field(0.0, ge=0)
+    """The weight of log(Z)^2 in the loss that is trained, where Z normalises the probabilities of a token. It keeps the
+    logits small: 1e-4 is usual. Losses are reported without it. 0 leaves it out."""
     precision: ShapesModel[Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]] = "bf16-mixed"
     """Lightning Fabric's precision. `-mixed` computes in 16 bits with weights of 32. `-true` has one type for both."""
     strategy: TunesRun[Literal["auto", "ddp", "fsdp", "hybrid"]] = "auto"
@@ -743,13 +746,13 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
 
     @model_validator(mode="after")
     def _length_is_given_once(self) -> Self:
-        given = [
+        lengths = [
             f"train.{name}={getattr(self, name):g}"
             for name in ("max_steps", "max_tokens", "tokens_per_parameter")
             if getattr(self, name) is not None
         ]
-        if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are both given; keep one")
+        if len(lengths) > 1:
+            raise ValueError(f"{' and '.join(lengths)} are both given; keep one")
         return self
 
     @model_validator(mode="after")

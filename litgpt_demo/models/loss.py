@@ -40,18 +40,21 @@ def projected_cross_entropy(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     workspace: Workspace | None = None,
     per_token_loss_out: Tensor | None = None,
 ) -> Tensor:
     """Return the mean cross-entropy of `hidden @ weight.T + bias`, optionally softcapped, against `targets`.
 
     It is a float32 scalar. The loss of each target is written into `per_token_loss_out`. Under autocast the products
-    have its precision and all else float32, like `cross_entropy` after a `Linear`.
+    have its precision and all else float32, like `cross_entropy` after a `Linear`. The gradients are those of the
+    cross-entropy plus `z_loss` times the mean of log(Z)^2, Z the sum of a row's exponentials (Chowdhery et al. 2022,
+    https://arxiv.org/abs/2204.02311, section 5). It keeps logits small; the value without it stays comparable.
     """
     device, dtype = hidden.device.type, hidden.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    options = softcap, dtype, torch.is_grad_enabled(), workspace or Workspace(), per_token_loss_out
+    options = softcap, z_loss, dtype, torch.is_grad_enabled(), workspace or Workspace(), per_token_loss_out
     with torch.autocast(device, enabled=False):
         loss: Tensor = _ProjectedCrossEntropy.apply(  # type: ignore[no-untyped-call]
             hidden.reshape(-1, hidden.size(-1)), weight, bias, targets.reshape(-1), *options
@@ -63,7 +66,8 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, softcap: float | None,
-        dtype: torch.dtype, with_gradients: bool, workspace: Workspace, per_token_loss_out: Tensor | None,
+        z_loss: float, dtype: torch.dtype, with_gradients: bool, workspace: Workspace,
+        per_token_loss_out: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Return the loss; keep its gradients by `hidden`, `weight` and `bias` if they are wanted."""
         precise, device = torch.promote_types(dtype, torch.float32), hidden.device
@@ -83,7 +87,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             if bias is not None:
                 chunk += bias
             cap_slope = None if softcap is None else _softcap_(chunk, softcap)
-            losses = _cross_entropy_gradient_(chunk, targets[part])
+            losses = _cross_entropy_gradient_(chunk, targets[part], z_loss)
             total += losses.sum()
             if per_token_loss_out is not None:
                 per_token_loss_out[part] = losses
@@ -105,7 +109,7 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(scale)
-        return *gradients, *[None] * 6
+        return *gradients, *[None] * 7
 
 
 def _softcap_(logits: Tensor, softcap: float) -> Tensor:
@@ -115,13 +119,17 @@ def _softcap_(logits: Tensor, softcap: float) -> Tensor:
     return slope
 
 
-def _cross_entropy_gradient_(logits: Tensor, targets: Tensor) -> Tensor:
+def _cross_entropy_gradient_(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
     # The loss is taken from logarithms, because a probability may be 0 where a target is all but impossible.
-    torch.log_softmax(logits, dim=-1, out=logits)
     columns = targets.unsqueeze(1)
-    losses = -logits.gather(1, columns).squeeze(1)
-    logits.exp_().scatter_add_(1, columns, logits.new_full((), -1.0).expand(columns.shape))
-    return losses
+    target_logits = logits.gather(1, columns) if z_loss else None
+    torch.log_softmax(logits, dim=-1, out=logits)
+    losses = -logits.gather(1, columns)
+    logits.exp_()
+    if target_logits is not None:  # its loss is log(Z) minus a target's logit
+        logits *= 1 + 2 * z_loss * (target_logits + losses)
+    logits.scatter_add_(1, columns, logits.new_full((), -1.0).expand(columns.shape))
+    return losses.squeeze(1)
 
 
 _LIFT = 1024.0  # a power of two; sums of float16 products stay far below 65,504

@@ -95,8 +95,9 @@ def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
 class LossGPT(GPT):  # type: ignore[misc]
     """A GPT that, given targets, returns the mean loss: in `forward`, so that wrappers (DDP, FSDP) see one call."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, z_loss: float = 0.0) -> None:
         super().__init__(config)
+        self._z_loss = z_loss
         self.workspace = Workspace()
         self.per_token_loss_out: Tensor | None = None
         """A tensor for the loss of each token of the next pass, in the order of the targets; None if not wanted."""
@@ -105,7 +106,10 @@ class LossGPT(GPT):  # type: ignore[misc]
             block.attn.apply_sliding_window_attention = False
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits."""
+        """Return the mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits.
+
+        The gradients of a model with a z-loss have that of it too.
+        """
         hidden, head, softcap = self.body(idx), self.lm_head, self.config.final_logit_softcapping
         if targets is not None:
             return projected_cross_entropy(
@@ -114,6 +118,7 @@ class LossGPT(GPT):  # type: ignore[misc]
                 targets,
                 bias=head.bias,
                 softcap=softcap,
+                z_loss=self._z_loss,
                 workspace=self.workspace,
                 per_token_loss_out=self.per_token_loss_out,
             )

@@ -53,8 +53,8 @@ def test_learning_rate_rises_stays_and_falls_by_its_schedule(
             assert after == pytest.approx(np.linspace(0.5, bottom, rest + 1).tolist())
         case "wsd":
             done = np.linspace(0.0, 1.0, falling + 1)
-            left = {"linear": 1 - done, "sqrt": 1 - np.sqrt(done), "cosine": (1 + np.cos(np.pi * done)) / 2}[shape]
-            falls = (bottom + (0.5 - bottom) * left).tolist()
+            remaining = {"linear": 1 - done, "sqrt": 1 - np.sqrt(done), "cosine": (1 + np.cos(np.pi * done)) / 2}[shape]
+            falls = (bottom + (0.5 - bottom) * remaining).tolist()
             assert after == pytest.approx([0.5] * (rest - falling) + falls)
         case "constant":
             assert set(after) == {0.5}

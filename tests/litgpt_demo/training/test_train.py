@@ -115,6 +115,14 @@ def test_a_run_killed_in_the_middle_ends_as_if_it_had_not_been(elsewhere: dict[s
         train(killed)  # a finished run that is started again changes nothing
 
 
+def test_z_loss_is_trained_and_not_reported(new_run: NewRun, finished: Path) -> None:
+    run = new_run("z", max_steps=1, warmup_steps=0, z_loss=0.1)
+    train(run)
+    [step], before = rows(run, "step"), rows(finished, "step")[0]
+    assert step["loss"] == before["loss"]
+    assert step["grad_norm"] > before["grad_norm"]
+
+
 @pytest.mark.parametrize("name", ["two", "sharded"])
 def test_two_processes_train_as_one_does(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
     alike(elsewhere[name], finished)

@@ -32,6 +32,7 @@ def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:
     softcap=st.none() | st.floats(0.5, 50),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     scale=st.sampled_from([1.0, 0.25, 3.0]),
+    z_loss=st.sampled_from([0.0, 1e-4, 0.1]),
 )
 def test_loss_and_gradients_are_those_of_the_whole_logits(
     shape: tuple[int, int, int, int],
@@ -41,7 +42,9 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
     softcap: float | None,
     dtype: torch.dtype,
     scale: float,
+    z_loss: float,
 ) -> None:
+    """A z-loss is in the gradients, and not in the value, which stays comparable."""
     batch, length, width, vocabulary = shape
     generator = torch.Generator().manual_seed(batch * 1000 + length * 100 + width * 10 + vocabulary)
 
@@ -51,14 +54,15 @@ def test_loss_and_gradients_are_those_of_the_whole_logits(
     hidden, weight, bias = drawn(batch, length, width), drawn(vocabulary, width), drawn(vocabulary) if biased else None
     targets = torch.randint(vocabulary, (batch, length), generator=generator)
     with patch.dict(estimates.CHUNK_BYTES, cpu=chunk * 4 * vocabulary):  # so few bytes of logits at a time
-        loss = projected_cross_entropy(hidden, weight, targets, bias=bias, softcap=softcap)
+        loss = projected_cross_entropy(hidden, weight, targets, bias=bias, softcap=softcap, z_loss=z_loss)
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits if softcap is None else do_softcapping(logits, softcap)
     full_loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
     # Scores as large as spread squared are known to that many units in the last place.
     error = torch.finfo(dtype).eps * 64 * max(1.0, spread**2 * width)
     assert loss.item() == pytest.approx(full_loss.item(), rel=error, abs=error)
-    fused, reference = gradients(loss * scale, hidden, weight, bias), gradients(full_loss * scale, hidden, weight, bias)
+    trained = full_loss + z_loss * logits.logsumexp(-1).square().mean()
+    fused, reference = gradients(loss * scale, hidden, weight, bias), gradients(trained * scale, hidden, weight, bias)
     for tensor, counterpart in zip(fused, reference, strict=True):
         torch.testing.assert_close(tensor, counterpart, rtol=error, atol=error * max(1.0, spread))
 
