@@ -67,7 +67,7 @@ from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, Tra
 from litgpt_demo.export import FinalManifest, summary_lines, usage
 from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.proxies import settle_proxies
-from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
+from litgpt_demo.runs import FINAL, FINAL_AVERAGE, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import Storage, is_remote, open_storage
 
 T = TypeVar("T")
@@ -322,6 +322,9 @@ def collect(
     platform_file: PlatformFile = None,
     step: Annotated[int | None, typer.Option(help="Export the checkpoint of this step.")] = None,
     newest: Annotated[bool, typer.Option("--newest", help="Export the newest checkpoint, even of a live run.")] = False,
+    average: Annotated[
+        bool, typer.Option("--average", help="Export the moving average of its weights, into final-average.")
+    ] = False,
     root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:
@@ -331,11 +334,12 @@ def collect(
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries print greetings and warnings
             from litgpt_demo.export.models import export as collect_models
 
-            final = collect_models(storage, step=step, newest=newest)
-        finals.append({"final": storage.address(FINAL), **dict(final)})
+            final = collect_models(storage, step=step, newest=newest, average=average)
+        place = storage.address(FINAL_AVERAGE if average else FINAL)
+        finals.append({"final": place, **dict(final)})
         for line in summary_lines(final):
             _say(escape(line))
-        _say(f"[green]✓[/] {escape(storage.address(FINAL))}")
+        _say(f"[green]✓[/] {escape(place)}")
     _print_json(finals)
 
 

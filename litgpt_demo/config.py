@@ -707,6 +707,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     (a few per cent more time), or everything (about a third more time)."""
     compile: TunesRun[Literal["none", "blocks", "model"]] = "none"
     """The part that torch.compile compiles: none, each block on its own (starts sooner), or the whole model."""
+    weight_average: ShapesModel[UnitInterval | None] = Field(None, gt=0)
+    """Also keep a moving average of the weights, of which each step keeps this share, such as 0.999. `train-litgpt
+    collect --average` exports it as a model of its own. Empty keeps none."""
     float8: ShapesModel[bool] = False
     """Multiply in float8 inside the blocks, on GPUs that can (H100, L4 and newer). This needs `compile` and the extra
     `float8`, which installs torchao."""

@@ -212,18 +212,20 @@ def figures(
     train, nodes = needed.train, config.platform.nodes
     optimizer = optimizer_of(train).title
     ways = train.shard_degree(nodes, config.platform.processes_per_node)
+    saved = f"weights, their average and {optimizer}" if memory.average else f"weights and {optimizer}"
     if needed.world_size > 1:
         strategy = train.strategy.replace("auto", "ddp")
         how = needed.why or f"as train.strategy={strategy} says"
         if ways > 1:
-            state = memory.weights + memory.optimizer + memory.gradients
-            how += f"; weights, {optimizer} and gradients of {bytes_text(ways * state)} / {ways} processes"
+            state = memory.weights + memory.optimizer + memory.average + memory.gradients
+            how += f"; {saved.replace(' and ', ', ')} and gradients of {bytes_text(ways * state)} / {ways} processes"
             how += f" = {bytes_text(state)}; {_MISSING}"
         rows.append(("strategy", strategy, how))
     gradients = memory.gradients if memory.gradients_persist else 0
     parts = {
         "weights": memory.weights,
         optimizer: memory.optimizer,
+        "average of weights": memory.average,
         "gathered": memory.unsharded,
         "gradients": gradients,
     }
@@ -237,7 +239,7 @@ def figures(
     rows.append(("memory per process", bytes_text(needed.likely), how))
     if device is None or device.kind == "cuda":  # a CPU's copy is in its memory above
         state = memory.checkpoint_bytes * ways
-        how = f"weights and {optimizer} {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
+        how = f"{saved} {bytes_text(state)}" + (f" / {nodes} nodes" if nodes > 1 else "")
         rows.append(("host memory of a save", bytes_text(-(-state // nodes)), f"{how}, copied on each node"))
     return [{"what": what, "figure": figure, "arithmetic": how} for what, figure, how in rows]
 

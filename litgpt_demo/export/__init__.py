@@ -56,6 +56,8 @@ class FinalManifest(Settings):
     tokens: int
     complete: bool = True
     """True if the run ends with this step; a model may be collected on the way."""
+    average: bool = False
+    """True if its weights are the moving average of the run's weights at that step."""
     parameters: int
     dataset_hash: str
     validation_loss: float
@@ -95,9 +97,9 @@ def finished(run: Storage) -> FinalManifest | None:
     return final if final is not None and final.complete else None
 
 
-def complete_final(run: Storage) -> FinalManifest | None:
-    """Return the manifest of the model collected last, if all its files exist."""
-    final = run.within(FINAL)
+def complete_final(run: Storage, place: str = FINAL) -> FinalManifest | None:
+    """Return the manifest of the model collected last into `place`, if all its files exist."""
+    final = run.within(place)
     manifest = read_manifest(final, FinalManifest)
     if manifest is None or not {record.path for record in manifest.files} <= set(final.list()):
         return None

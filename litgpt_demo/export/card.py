@@ -101,6 +101,9 @@ def _card(
     used = [
         f"{start.get('world_size', 1):,} processes on {start.get('device_name', '?')}" for start in lineage["hardware"]
     ]
+    averaged = ""
+    if final.average:
+        averaged = f"Its weights are a moving average, of which each step kept {spec.train.weight_average:g}. "
     changed = " with uncommitted changes" if software.get("dirty") else ""
     versions = {**checkpoint["versions"], **software.get("packages", {})}
     parts = [
@@ -108,8 +111,8 @@ def _card(
         f"# {_text(spec.run)}",
         f"{_text(spec.model.name or 'A GPT')} with {final.parameters:,} parameters, trained from "
         f"{_text(spec.origin.name) if spec.origin else 'scratch'} on "
-        f"{final.tokens:,} tokens of {_text(dataset.name)} ({final.step:,} of {spec.steps:,} steps). It continues "
-        "text; it follows no instructions, and says what its training data would.",
+        f"{final.tokens:,} tokens of {_text(dataset.name)} ({final.step:,} of {spec.steps:,} steps). {averaged}"
+        "It continues text; it follows no instructions, and says what its training data would.",
         "## Results",
         _table(
             ("Validation loss", f"{final.validation_loss:.4f} nats per token"),

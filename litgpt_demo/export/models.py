@@ -25,7 +25,7 @@ from litgpt_demo.data.dataset import open_dataset, stage
 from litgpt_demo.data.tokens import TOKENIZER_FILES
 from litgpt_demo.documents import FileRecord, differences, fetch_verified, parse_json, write_manifest
 from litgpt_demo.errors import DataError, UserError
-from litgpt_demo.export import FinalManifest, complete_final, exported, summary_lines
+from litgpt_demo.export import FinalManifest, complete_final, summary_lines
 from litgpt_demo.export.card import cost_of, write_card
 from litgpt_demo.export.proof import Texts, opened_by_litgpt, opened_by_transformers, probe_batch, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
@@ -33,11 +33,11 @@ from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.parent import follow_parent, report_progress
-from litgpt_demo.runs import CONFIG, FINAL, HUGGINGFACE, LITGPT, read_spec
+from litgpt_demo.runs import CONFIG, FINAL, FINAL_AVERAGE, HUGGINGFACE, LITGPT, read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.checkpoint_reader import files_of_weights
+from litgpt_demo.training.checkpoint_reader import AVERAGE, MODEL, files_of_weights
 from litgpt_demo.training.checkpoints import CheckpointManifest
 
 Report: TypeAlias = Callable[[str], None]
@@ -45,35 +45,39 @@ Report: TypeAlias = Callable[[str], None]
 
 
 def export(
-    run: Storage, *, step: int | None = None, newest: bool = False, await_end: Callable[[], None] = lambda: None,
-    report: Report = lambda what: None,
+    run: Storage, *, step: int | None = None, newest: bool = False, average: bool = False,
+    await_end: Callable[[], None] = lambda: None, report: Report = lambda what: None,
 ) -> FinalManifest:  # fmt: skip
     """Turn a checkpoint of the run into `final`, unless that is already done: the last one, of `step`, or the `newest`
-    that verifies. `await_end` is called when the models are proved, and returns when the job has ended: the card
-    describes all of it. A UserError if there is no such checkpoint; a DataError if it does not verify, or the model
-    loaded back differs from it."""
-    spec = read_spec(run)
+    that verifies; with `average`, the moving average of its weights into `final-average`. `await_end` is called when
+    the models are proved, and returns when the job has ended: the card describes all of it. A UserError if there is no
+    such checkpoint; a DataError if it does not verify, or the model loaded back differs from it."""
+    spec, place = read_spec(run), FINAL_AVERAGE if average else FINAL
+    if average and spec.train.weight_average is None:
+        fix = "set it for the next run, or collect the last weights"
+        raise UserError(f"{run.address()} was trained without train.weight_average", fix=fix)
     with _workplace(run) as scratch:
-        done = complete_final(run)
-        if done is not None and step is None and not newest and done.complete and exported(run) is not None:
-            return _verify_existing(run, done)
+        done = complete_final(run, place)
+        if done is not None and step is None and not newest and done.complete and done.step >= _last_step(run):
+            return _verify_existing(run, done, place)
         report("reading every byte of the checkpoint")
-        chosen, shards = verified_checkpoint(run, spec, scratch, step=step, newest=newest)
+        kind = AVERAGE if average else MODEL
+        chosen, shards = verified_checkpoint(run, spec, scratch, step=step, newest=newest, kind=kind)
         if done is not None and done.step == chosen.step:
-            return _verify_existing(run, done)
+            return _verify_existing(run, done, place)
         address = run.address(checkpoints.folder_of(chosen.step))
-        made = make(spec, chosen, shards, scratch, address=address, report=report)
+        made = make(spec, chosen, shards, scratch, address=address, kind=kind, report=report)
         report("waiting for the end of the job")
         await_end()
-        report("writing final/")
+        report(f"writing {place}/")
         # In a bucket another collection may be at work: one whose lease was taken from it while it was paused.
-        done = complete_final(run)
+        done = complete_final(run, place)
         if done is not None and done.step == chosen.step:
-            return _verify_existing(run, done)
-        made = made.model_copy(update={"cost": cost_of(run)})
-        folder, final = scratch / FINAL, run.within(FINAL)
+            return _verify_existing(run, done, place)
+        made = made.model_copy(update={"cost": cost_of(run), "average": average})
+        folder, final = scratch / FINAL, run.within(place)
         write_card(run, spec, chosen, made, folder)
-        run.remove(FINAL)
+        run.remove(place)
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         files = [final.upload(path, path.relative_to(folder).as_posix(), move=True) for path in paths]
         manifest = made.model_copy(update={"files": tuple(FileRecord.of(stored) for stored in files)})
@@ -81,8 +85,12 @@ def export(
         return manifest
 
 
-def _verify_existing(run: Storage, done: FinalManifest) -> FinalManifest:
-    final = run.within(FINAL)
+def _last_step(run: Storage) -> int:
+    return max((manifest.step for manifest in checkpoints.list_complete(run)), default=0)
+
+
+def _verify_existing(run: Storage, done: FinalManifest, place: str) -> FinalManifest:
+    final = run.within(place)
     folder = final.local_path()
     if folder is not None:
         problems = differences(folder, done.files)
@@ -93,9 +101,10 @@ def _verify_existing(run: Storage, done: FinalManifest) -> FinalManifest:
 
 
 def verified_checkpoint(  # noqa: C901 - each way to choose a checkpoint has a refusal of its own
-    run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool
+    run: Storage, spec: TrainingSpec, scratch: Path, *, step: int | None, newest: bool, kind: str = MODEL
 ) -> tuple[CheckpointManifest, Path]:
-    """Return the requested checkpoint, and a local folder with the files of its weights, every byte verified."""
+    """Return the requested checkpoint, and a local folder with the files of its weights, or of their averages; every
+    byte is verified."""
     problems: list[str] = []
     candidates = checkpoints.list_complete(run, on_damaged=lambda folder, error: problems.append(str(error)))
     steps = ", ".join(str(candidate.step) for candidate in reversed(candidates)) or "none"
@@ -132,7 +141,7 @@ def verified_checkpoint(  # noqa: C901 - each way to choose a checkpoint has a r
         if folder is not None:
             address = run.address(checkpoints.folder_of(candidate.step))
             # Two thirds of a 7B model's 84 GB are the optimizer's: they are not fetched from a bucket.
-            if fetch_if_valid(candidate, files_of_weights(folder, address=address)) is not None:
+            if fetch_if_valid(candidate, files_of_weights(folder, kind=kind, address=address)) is not None:
                 return candidate, folder
     raise DataError("; ".join(problems))
 
@@ -163,9 +172,11 @@ def _workplace(run: Storage) -> Iterator[Path]:
 
 def make(
     spec: TrainingSpec, checkpoint: CheckpointManifest, shards: Path, scratch: Path, *, address: str,
-    report: Report = lambda what: None,
+    kind: str = MODEL, report: Report = lambda what: None,
 ) -> FinalManifest:  # fmt: skip
     """Make and prove the models in `scratch`; return the manifest without files. `address` is the checkpoint's own."""
+    if kind == AVERAGE:  # the trainer evaluated the weights
+        checkpoint = checkpoint.model_copy(update={"validation_loss": None})
     dataset = open_dataset(spec.dataset)
     if dataset.content_hash != spec.dataset_hash:
         what = f"{spec.dataset} is the dataset {dataset.content_hash}, this run was trained on {spec.dataset_hash}"
@@ -173,7 +184,7 @@ def make(
     folder = stage(spec.dataset, scratch / "dataset", train=False)
     dataset = open_dataset(str(folder))
     windows = open_samples(spec, folder, dataset, "validation")
-    tokenizer, weights = folder / "tokenizer", Weights(shards, address)
+    tokenizer, weights = folder / "tokenizer", Weights(shards, address, kind=kind)
     config = litgpt_config(spec.model, vocab_size=dataset.vocab_size)
     target = scratch / LITGPT
     target.mkdir(parents=True)
@@ -189,7 +200,7 @@ def make(
         _write_huggingface(weights, model, tokenizer, dataset.end_of_text, scratch / HUGGINGFACE)
     report("comparing it in LitGPT with the checkpoint")
     inputs = probe_batch(windows, config.sliding_window_size)
-    own = trainer_logits(config, shards, inputs)
+    own = trainer_logits(config, shards, inputs, kind=kind)
     texts = Texts(tokenizer / "tokenizer.json", inputs)
     final: FinalManifest = opened_by_litgpt(target, own, texts, windows, spec, checkpoint)
     proof, shortcoming, target = None, "", scratch / HUGGINGFACE

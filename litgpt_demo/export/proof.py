@@ -75,11 +75,12 @@ def largest_difference(own: Tensor, logits: Tensor) -> float:
 
 
 @torch.no_grad()
-def trainer_logits(config: Config, shards: Path, inputs: Tensor) -> Tensor:
-    """Return the output of the trainer's own model with the checkpoint's weights, read by the trainer's own reader."""
+def trainer_logits(config: Config, shards: Path, inputs: Tensor, *, kind: str) -> Tensor:
+    """Return the output of the trainer's own model with the checkpoint's weights, or their averages, read by the
+    trainer's own reader."""
     with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
         model = LossGPT(config)
-    load_weights(shards, model.state_dict())
+    load_weights(shards, model.state_dict(), kind=kind)
     logits = last_logits(model, model.lm_head, inputs)
     del model
     _trim_malloc()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from litgpt_demo.models.huggingface import Rename, Tensors
 from litgpt_demo.storage.local import translate_os_errors
-from litgpt_demo.training.checkpoint_reader import WEIGHTS, load_weights, read_index
+from litgpt_demo.training.checkpoint_reader import MODEL, load_weights, read_index
 
 SHARD_BYTES = 5_000_000_000
 """Hugging Face's own limit: a file of this size can be fetched again when a download is cut short."""
@@ -31,13 +31,14 @@ _BLOCK = re.compile(r"transformer\.h\.\d+\.")
 class Weights:
     """The weights in a checkpoint's shards, whatever number of ranks wrote them; errors name them by `address`."""
 
-    def __init__(self, shards: Path, address: str = "") -> None:
-        self.shards, self._address = shards, address
+    def __init__(self, shards: Path, address: str = "", *, kind: str = MODEL) -> None:
+        """`kind` is AVERAGE for the moving averages of the weights, by the same names."""
+        self.shards, self._address, self._kind = shards, address, kind
         found = read_index(shards, address=address).state_dict_metadata.items()
         self.forms: Mapping[str, Tensor] = {
-            name.removeprefix(WEIGHTS): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
+            name.removeprefix(f"{kind}."): torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
             for name, stored in found
-            if name.startswith(WEIGHTS) and isinstance(stored, TensorStorageMetadata)
+            if name.startswith(f"{kind}.") and isinstance(stored, TensorStorageMetadata)
         }
         """Name to a tensor without content, of the right shape and precision."""
 
@@ -53,7 +54,7 @@ class Weights:
 
     def read(self, names: list[str]) -> Tensors:
         tensors = {name: torch.empty_like(self.forms[name], device="cpu") for name in names}
-        load_weights(self.shards, tensors, address=self._address)
+        load_weights(self.shards, tensors, kind=self._kind, address=self._address)
         return tensors
 
 

@@ -135,6 +135,8 @@ class Memory:
 
     weights: int
     optimizer: int
+    average: int
+    """The moving average of the weights, in float32; 0 without one."""
     unsharded: int
     """Weights of other devices that FSDP gathers, and their gradients before they are scattered."""
     gradients: int
@@ -151,17 +153,17 @@ class Memory:
     def state(self) -> int:
         """Bytes between two steps, whatever the batch."""
         gradients = self.gradients if self.gradients_persist else 0
-        return self.weights + self.optimizer + self.workspace + gradients
+        return self.weights + self.optimizer + self.average + self.workspace + gradients
 
     @property
     def min_bytes(self) -> int:
         """Bytes of a step, whatever the batch: its update needs weights, gradients and optimizer state."""
-        return self.weights + self.optimizer + self.gradients
+        return self.weights + self.optimizer + self.average + self.gradients
 
     @property
     def checkpoint_bytes(self) -> int:
         """Bytes that a checkpoint copies into the host's memory."""
-        return self.weights + self.optimizer
+        return self.weights + self.optimizer + self.average
 
     @property
     def total(self) -> int:
@@ -223,6 +225,7 @@ def memory(
     return Memory(
         weights=weights,
         optimizer=optimizer_of(train).state_bytes(weights),
+        average=4 * weights // stored if train.weight_average else 0,
         unsharded=unsharded,
         gradients=weights,
         gradients_persist=gradients_persist,

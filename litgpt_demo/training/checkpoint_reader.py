@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as _FORMATS
@@ -28,11 +29,15 @@ from litgpt_demo.training.checkpoints import INDEX
 
 State: TypeAlias = dict[str, Any]
 
-WEIGHTS = "model."
+MODEL = "model"
+WEIGHTS = f"{MODEL}."
 """The beginning of a weight's name in an index, of which only training reads all other names."""
 
+AVERAGE = "average"
+"""The beginning of the names of the moving averages of the weights in an index, and of the files that hold them."""
+
 OPTIMIZER = "training"
-"""The beginning of the names of the files that hold no weights."""
+"""The beginning of the names of the files that hold neither weights nor their averages."""
 
 # Types that torch 2.13 puts into an index, as the index names them; data types come on top. A path is where torch's own
 # `save` wrote to, which early checkpoints hold (Python 3.13 has it in another module).
@@ -54,20 +59,32 @@ _REMEDY = (
 )
 
 
-def training_state(model: Any, optimizer: Any, precision: Mapping[str, Any]) -> State:
+def training_state(
+    model: Any, optimizer: Any, precision: Mapping[str, Any], average: Mapping[str, Tensor] | None = None
+) -> State:
     """Return all that training continues from but the step: references to tensors that live on, copies of the rest.
 
     The optimizer's part is only its averages: the reader's config has its settings. `precision` is
-    the state of the loss scaling, empty where losses are not scaled.
+    the state of the loss scaling, empty where losses are not scaled. `average` has the averaged weights, if there are.
     """
     weights, optimizers = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": {"state": optimizers["state"]}}
+    state = {MODEL: weights, "optimizer": {"state": optimizers["state"]}}
+    if average:
+        state[AVERAGE] = dict(average)
     return state | ({"precision": dict(precision)} if precision else {})
 
 
-def load_checkpoint(model: Any, optimizer: Any, folder: Path, *, precision: Any = None, address: str = "") -> None:
-    """Read a checkpoint into `model`, `optimizer`, whose settings stay, and the loss scaling of `precision`."""
-    state = training_state(model, optimizer, {} if precision is None else precision.state_dict())
+def load_checkpoint(
+    model: Any,
+    optimizer: Any,
+    folder: Path,
+    *,
+    precision: Any = None,
+    average: Mapping[str, Tensor] | None = None,
+    address: str = "",
+) -> None:
+    """Read a checkpoint into `model`, `optimizer`, whose settings stay, `average` and the loss scaling `precision`."""
+    state = training_state(model, optimizer, {} if precision is None else precision.state_dict(), average)
     _read(state, folder, address)
     optimizers = {**get_optimizer_state_dict(model, optimizer), **state["optimizer"]}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizers)
@@ -81,15 +98,18 @@ def files_of_state(state: State, folder: Path, *, address: str = "") -> set[str]
     return {reader.storage_data[item.storage_index].relative_path for item in plan.items}
 
 
-def files_of_weights(folder: Path, *, address: str = "") -> set[str]:
+def files_of_weights(folder: Path, *, kind: str = MODEL, address: str = "") -> set[str]:
     """Return the files that `load_weights` reads, by name; only the index of `folder` is read."""
     places = read_index(folder, address=address).storage_data.items()
-    return {place.relative_path for index, place in places if index.fqn.startswith(WEIGHTS)}
+    return {place.relative_path for index, place in places if index.fqn.startswith(f"{kind}.")}
 
 
-def load_weights(folder: Path, into: dict[str, Any], *, address: str = "") -> None:
-    """Read only the weights, in full, into the tensors of a state dict; one process suffices, whatever wrote them."""
-    _read({"model": into}, folder, address)
+def load_weights(folder: Path, into: dict[str, Any], *, kind: str = MODEL, address: str = "") -> None:
+    """Read only the weights, or with kind=AVERAGE their averages, in full, into the tensors of a state dict.
+
+    One process suffices, whatever wrote them.
+    """
+    _read({kind: into}, folder, address)
 
 
 def read_index(folder: Path, *, address: str = "") -> Metadata:

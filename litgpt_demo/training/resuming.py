@@ -94,7 +94,8 @@ class _Resumption:
     def _needs(self, manifest: CheckpointManifest) -> tuple[int, set[str]]:
         training = self._training
         precision = training.fabric.strategy.precision.state_dict()
-        state = training_state(training.model.module, training.optimizer.optimizer, precision)
+        average = training.average.tensors if training.average else None
+        state = training_state(training.model.module, training.optimizer.optimizer, precision, average)
         return self._node, files_of_state(state, self._scratch, address=self._folder(manifest).address())
 
     def _fetch(self, manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
@@ -143,8 +144,10 @@ class _Resumption:
     def load(self, manifest: CheckpointManifest) -> None:
         model, optimizer = self._training.model.module, self._training.optimizer.optimizer
         precision, folder = self._training.fabric.strategy.precision, self._folder(manifest)
-        local = folder.local_path()
-        load_checkpoint(model, optimizer, local or self._scratch, precision=precision, address=folder.address())
+        local, address = folder.local_path(), folder.address()
+        average = self._training.average.tensors if self._training.average else None
+        files = local or self._scratch
+        load_checkpoint(model, optimizer, files, precision=precision, average=average, address=address)
         self._ranks.run_on_rank_zero(lambda: None)  # until then some rank may still read
         if local is None and self._local_rank == 0:
             shutil.rmtree(self._scratch, ignore_errors=True)

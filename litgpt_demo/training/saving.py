@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +39,7 @@ from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.checkpoint_reader import OPTIMIZER, WEIGHTS, State, training_state
+from litgpt_demo.training.checkpoint_reader import AVERAGE, OPTIMIZER, WEIGHTS, State, training_state
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.ranks import Ranks, thread_of
 from litgpt_demo.training.reporting import warn
@@ -98,7 +98,8 @@ class Saver:
         self._finalize()
         training, device = self._training, self._training.fabric.device
         precision = training.fabric.strategy.precision.state_dict()
-        state = training_state(training.model.module, training.optimizer.optimizer, precision)
+        average = training.average.tensors if training.average else None
+        state = training_state(training.model.module, training.optimizer.optimizer, precision, average)
         ready_event = None
         if device.type == "cuda":  # the device must have come this far before the state may be read
             ready_event = torch.cuda.current_stream(device).record_event()
@@ -320,9 +321,14 @@ class ShardWriter:
             folder.mkdir(parents=True)
             # The copy is in host memory already: nothing has to be copied ahead.
             writer, written = _Writer(folder, sync_files=False, per_thread_copy_ahead=0), Written()
-            # The optimizer's state has a file of its own: collection does not fetch it from a bucket.
-            for kind, is_weights in (("", True), (OPTIMIZER, False)):
-                items = [item for item in self._plan.items if item.index.fqn.startswith(WEIGHTS) is is_weights]
+            # Collection does not fetch the optimizer's state from a bucket, so that has a file of its own.
+            by_kind: dict[str, list[WriteItem]] = {"": [], AVERAGE: [], OPTIMIZER: []}
+            for item in self._plan.items:
+                if item.index.fqn.startswith(WEIGHTS):
+                    by_kind[""].append(item)
+                else:
+                    by_kind[AVERAGE if item.index.fqn.startswith(f"{AVERAGE}.") else OPTIMIZER].append(item)
+            for kind, items in by_kind.items():
                 if items:
                     prefix = replace(self._plan.storage_data, prefix=kind + self._plan.storage_data.prefix)
                     plan = replace(self._plan, items=items, storage_data=prefix)

@@ -36,6 +36,7 @@ from litgpt_demo.models.model import LossGPT, initialise, litgpt_config
 from litgpt_demo.node.environment import require_executable_cache
 from litgpt_demo.optimizers import optimizer_of
 from litgpt_demo.storage import Storage
+from litgpt_demo.training.averaging import WeightAverage
 from litgpt_demo.training.ranks import Ranks, thread_of
 
 
@@ -227,6 +228,7 @@ class Training:
     run: Storage
     scratch: Path
     timer: TrainingTimer = field(default_factory=TrainingTimer)
+    average: WeightAverage | None = None
     heart: Heartbeat = field(default_factory=lambda: Heartbeat(max_silence=0, environ={}))
     """Writes this rank's heartbeats for its node; none unless it is set."""
 
@@ -267,6 +269,7 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
         fabric=fabric,
         model=wrapped,
         optimizer=fabric.setup_optimizers(optimizer),
+        average=WeightAverage(wrapped.module, train.weight_average) if train.weight_average else None,
         run=run,
         scratch=scratch,
     )

@@ -30,7 +30,7 @@ from litgpt_demo.models.huggingface import HuggingFaceModel, Tensors, huggingfac
 from litgpt_demo.models.model import litgpt_config, unchecked_config
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoint_reader
-from litgpt_demo.training.checkpoint_reader import OPTIMIZER, WEIGHTS, explain_unpickling_errors
+from litgpt_demo.training.checkpoint_reader import AVERAGE, OPTIMIZER, WEIGHTS, explain_unpickling_errors
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.origins import CONFIGS, records_of, replay_problem
 from litgpt_demo.training.setup import Training
@@ -60,7 +60,8 @@ def start_from(training: Training, origin: InitialWeights) -> None:
     local = storage.local_path()
     # Nodes share no folder, though they may share a machine.
     folder = local or training.scratch.parent / f"origin-{ranks.rank - local_rank}"
-    files = [record for record in records_of(origin) if origin.optimizer or not record.path.startswith(OPTIMIZER)]
+    files = [record for record in records_of(origin) if not record.path.startswith(AVERAGE)]
+    files = [record for record in files if origin.optimizer or not record.path.startswith(OPTIMIZER)]
     # All ranks see a local folder, and each verifies a part of it. From a bucket, each node fetches all files.
     part = files[ranks.rank :: ranks.world_size]
     if local is None:
@@ -68,6 +69,8 @@ def start_from(training: Training, origin: InitialWeights) -> None:
     fix = "the weights have changed since the run was submitted: put them back, or submit it again"
     ranks.gather_then_broadcast(lambda: fetch_verified(storage, part, lambda: folder, fix), lambda _: None)
     ranks.gather_then_broadcast(lambda: _read_weights(training, origin, folder), lambda _: None)
+    if training.average is not None:
+        training.average.restart()
     if local is None and local_rank == 0:  # until all have read
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -73,6 +73,8 @@ def train_step(training: Training, step: int) -> LocalStepStats:
         # The fused AdamW reads it on the device, and makes no update where it is 1.
         training.optimizer.optimizer.found_inf = (~norm.isfinite()).float()
     training.optimizer.step()
+    if training.average is not None:
+        training.average.update(step)
     training.optimizer.zero_grad()
     module.per_token_loss_out = None
     by_source = None
