@@ -335,7 +335,9 @@ def collect(
             from litgpt_demo.export.models import export as collect_models
 
             final = collect_models(storage, step=step, newest=newest, average=average)
-        place = storage.address(FINAL_AVERAGE if average else FINAL)
+        place = storage.address(FINAL)
+        if average:
+            place = storage.address(FINAL_AVERAGE)
         finals.append({"final": place, **dict(final)})
         for line in summary_lines(final):
             _say(escape(line))

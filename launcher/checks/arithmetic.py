@@ -212,7 +212,9 @@ def figures(
     train, nodes = needed.train, config.platform.nodes
     optimizer = optimizer_of(train).title
     ways = train.shard_degree(nodes, config.platform.processes_per_node)
-    saved = f"weights, their average and {optimizer}" if memory.average else f"weights and {optimizer}"
+    saved = f"weights and {optimizer}"
+    if memory.average:
+        saved = f"weights, their average and {optimizer}"
     if needed.world_size > 1:
         strategy = train.strategy.replace("auto", "ddp")
         how = needed.why or f"as train.strategy={strategy} says"

@@ -1,4 +1,4 @@
-"""The moving average of the weights: a second model that a run carries along, and that can be exported beside its last.
+"""The moving average of the weights: a second model that a run carries along, exported on request.
 
 Each rank averages the part of the weights that it holds, in float32: in 16 bits, small changes would be rounded away.
 """
