@@ -705,8 +705,12 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     activation_checkpointing: TunesRun[Literal["none", "selective", "full"]] = "none"
     """The activations of each block that the backward pass recomputes: none, all but matrix products and attention
     (a few per cent more time), or everything (about a third more time)."""
-    compile: TunesRun[Literal["none", "blocks", "model"]] = "none"
-    """The part that torch.compile compiles: none, each block on its own (starts sooner), or the whole model."""
+    compile: TunesRun[Literal["auto", "none", "blocks", "model"]] = "auto"
+    """The part that torch.compile compiles: none, each block on its own (starts sooner), or the whole model. `auto` is
+    `blocks` on a GPU of a machine with a C compiler, else `none`."""
+    deterministic: TunesRun[bool] = False
+    """Use only kernels of a GPU that give the same bits each time, also for attention. They are slower. A run on the
+    same machines then repeats bit for bit. On a CPU every kernel does."""
     weight_average: ShapesModel[UnitInterval | None] = Field(None, gt=0)
     """Also keep a moving average of the weights, of which each step keeps this share, such as 0.999. `train-litgpt
     collect --average` exports it as a model of its own. Empty keeps none."""

@@ -82,6 +82,13 @@ COLUMNS = {
     "memory": Column(
         _Count, "step", "Peak of rank 0 so far: tensors on a GPU, the whole process on a CPU.", "bytes", in_csv=True
     ),
+    "memory_reserved": Column(
+        _Count, "step", "Peak of the memory that torch holds on rank 0's GPU, for tensors or in reserve.", "bytes",
+        in_csv=True,
+    ),
+    "allocation_retries": Column(
+        _Count, "step", "Times that rank 0's GPU was full and torch gave memory back. Each costs time.", in_csv=True
+    ),
     "seconds": Column(
         float, "evaluation checkpoint network end",
         "Time that it took. For a checkpoint, the time in which the training stood still.", "s", in_csv=True,
@@ -104,6 +111,7 @@ COLUMNS = {
     "device": Column(_Text, "start", "Device of rank 0, as torch names it."),
     "device_name": Column(_Text, "start", "Name of that device's model."),
     "precision": Column(_Text, "start", "`train.precision`."),
+    "compile": Column(_Text, "start", "The part of the model that torch.compile compiles."),
     "flops_per_token": Column(float, "start", "FLOPs of the model for a token.", "FLOP"),
     "peak_flops": Column(float | None, "start", "Peak of one device. Null if it is unknown.", "FLOP/s"),
     "memory_estimate": Column(_Count, "start", "Estimated memory of a rank.", "bytes"),

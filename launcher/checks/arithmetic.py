@@ -266,7 +266,9 @@ def check_memory(config: RunConfig, *, vocab_size: int | None) -> Iterator[Findi
     if needed is None or needed.device is None or needed.fits:
         return
     device, likely, certain = needed.device, needed.likely, needed.memory.min_bytes
-    margin = _COMPILED if config.train.compile != "none" else _UNCERTAIN
+    margin = _UNCERTAIN
+    if config.train.compile in {"blocks", "model"} or (config.train.compile == "auto" and device.kind == "cuda"):
+        margin = _COMPILED
     is_certain = certain > device.memory or likely > margin * device.memory
     tokens = f"train.micro_batch={config.train.micro_batch} x {config.model.sequence_length:,} tokens"
     parts = f"{bytes_text(certain)} for any batch and the rest for {tokens}"

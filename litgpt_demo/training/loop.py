@@ -8,12 +8,13 @@ in a different order each time.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import shutil
 import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,9 @@ from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
 from litgpt_demo.training.step import MetricReducer, StepResult, evaluate, train_step
 
+_STEPS_BETWEEN_COLLECTIONS = 50
+"""Steps after which each rank collects Python's garbage, all in the same step. By itself Python would do so in another
+step on each rank, and the others would wait each time."""
 _BUDGET_EXCEEDED = 0
 """Marks the end of the budget in the list of received signals, because no signal has this number."""
 _MOST_SKIPS_IN_A_ROW = 10
@@ -73,7 +77,7 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
         report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
             on_result = partial(_report_save, report)
-            with Saver(training, on_result=on_result, before_commit=report.publish_rows) as saver:
+            with Saver(training, on_result=on_result, before_commit=report.publish_rows) as saver, _no_collections():
                 loop = Loop(training, report, saver, profiler, signals)
                 loop.run(resumed)
                 training.heart.beat(loop.done, "saving", max_silence=timeouts.STATE_TRANSFER)
@@ -94,6 +98,17 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
         budget.cancel()
         training.feed.close()
         signal.signal(signal.SIGTERM, previous_handler)
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class Loop:
@@ -123,6 +138,8 @@ class Loop:
         training.model.train()
         max_silence = max(timeouts.FIRST_PASS, train.hang_timeout)
         for step in range(first, spec.steps):
+            if step % _STEPS_BETWEEN_COLLECTIONS == 0:
+                gc.collect(1)
             if step == self._profiler.next:
                 self._profiler.turn(step)
             training.heart.beat(self.done, "training", max_silence=max_silence)

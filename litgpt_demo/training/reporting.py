@@ -33,7 +33,7 @@ from litgpt_demo.node.network_test import network_test_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.secrets import without
-from litgpt_demo.training.setup import Training
+from litgpt_demo.training.setup import Training, compiled_part
 from litgpt_demo.training.step import StepResult
 
 TABLE, PROFILES = "metrics.csv", "profile"
@@ -89,6 +89,7 @@ class Reporter:
             device=str(device),
             device_name=device_name(device),
             precision=train.precision,
+            compile=compiled_part(train, device),
             flops_per_token=self._flops,
             peak_flops=self._peak.flops,
             memory_estimate=estimate.total,
@@ -140,7 +141,7 @@ class Reporter:
             step_seconds=round(self.step_seconds, 4),
             data_seconds=round(self._data_wait, 4),
             **self._first,
-            memory=peak_memory_bytes(self._training.fabric.device),
+            **memory_columns(self._training.fabric.device),
             **({} if mfu is None else {"mfu": float(f"{mfu:.4g}")}),
         )
         self._last_step, self._last_time = result.done, ended
@@ -430,6 +431,15 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return _read_proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def memory_columns(device: torch.device) -> dict[str, int]:
+    """Return the columns of a step about memory, those of a GPU's allocator too."""
+    columns = {"memory": peak_memory_bytes(device)}
+    if device.type == "cuda":
+        retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+        columns |= {"memory_reserved": torch.cuda.max_memory_reserved(device), "allocation_retries": retries}
+    return columns
 
 
 def peak_memory_bytes(device: torch.device) -> int:

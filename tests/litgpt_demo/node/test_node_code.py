@@ -167,6 +167,17 @@ def test_ranks_get_threads_but_nothing_that_redirects_torchrun(tmp_path: Path) -
     assert exports(task, {"OMP_NUM_THREADS": "5"}, cores=1)["OMP_NUM_THREADS"] == "5"
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_our_trainers_memory_has_segments_that_grow(tmp_path: Path, name: str) -> None:
+    """A setting of the user's, by either name, stays. A script keeps torch's default."""
+    allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    ours, script = (node(tmp_path, program=program) for program in (("-m", "litgpt_demo", "train"), ("a.py",)))
+    assert exports(ours, {}, cores=1).items() > allocator.items()
+    assert exports(ours, {name: "backend:native"}, cores=1)[name] == "backend:native"
+    assert "PYTORCH_ALLOC_CONF" not in exports(ours, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, cores=1)
+    assert "PYTORCH_ALLOC_CONF" not in exports(script, {}, cores=1)
+
+
 def failure(exit_code: int, message: str = "") -> RankFailure:
     return RankFailure(local_rank=0, exit_code=exit_code, message=message, time=100.0)
 

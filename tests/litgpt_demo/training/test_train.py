@@ -1,5 +1,6 @@
 """Training: what it sees and writes depends on the spec and the step alone, wherever it runs and is resumed."""
 
+import gc
 import gzip
 import json
 import math
@@ -32,13 +33,13 @@ from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.node.environment import TIMES, NodeTimer
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training import setup
+from litgpt_demo.training import loop, setup
 from litgpt_demo.training.checkpoint_reader import read_index
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, list_complete, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reporting import PROFILES
-from litgpt_demo.training.step import LocalStepStats, MetricReducer
+from litgpt_demo.training.step import LocalStepStats, MetricReducer, train_step
 
 
 def told(run: Path) -> list[dict[str, Any]]:
@@ -121,6 +122,17 @@ def test_z_loss_is_trained_and_not_reported(new_run: NewRun, finished: Path) -> 
     [step], before = rows(run, "step"), rows(finished, "step")[0]
     assert step["loss"] == before["loss"]
     assert step["grad_norm"] > before["grad_norm"]
+
+
+def test_garbage_is_collected_between_steps_alone(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By all ranks in the same step, for each waits for the slowest."""
+    collected, run = list[str](), new_run("run", max_steps=4)
+    monkeypatch.setattr(loop, "_STEPS_BETWEEN_COLLECTIONS", 2)
+    monkeypatch.setattr(loop, "train_step", lambda *of: collected.append(str(gc.isenabled())) or train_step(*of))
+    monkeypatch.setattr("gc.collect", lambda generation: collected.append(f"collect {generation}"))
+    train(run)
+    assert collected == ["collect 1", "False", "False"] * 2
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("name", ["two", "sharded"])

@@ -17,7 +17,7 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
 from litgpt_demo.models.loss import projected_cross_entropy
 from litgpt_demo.models.model import LossGPT
-from litgpt_demo.training.setup import apply_float8_ac_compile, multiply_in_float8
+from litgpt_demo.training.setup import apply_float8_ac_compile, compiled_part, multiply_in_float8
 
 
 def gradients(loss: Tensor, *of: Tensor | None) -> list[Tensor]:
@@ -123,6 +123,15 @@ def test_windows_cost_the_same_operators_at_any_length() -> None:
 
 
 CPU = torch.device("cpu")
+
+
+def test_gpus_compile_blocks_where_a_compiler_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, auto = torch.device("cuda"), TrainConfig()
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}" if name == "gcc" else None)
+    assert [compiled_part(auto, device) for device in (gpu, CPU)] == ["blocks", "none"]
+    assert compiled_part(TrainConfig(compile="model"), CPU) == "model"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert compiled_part(auto, gpu) == "none"
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])

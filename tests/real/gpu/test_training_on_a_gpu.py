@@ -29,6 +29,25 @@ def test_a_run_ends_on_the_gpu_near_where_it_ends_on_a_cpu(new_run: NewRun, fini
     assert torch.cuda.max_memory_allocated() > 0
 
 
+def test_a_deterministic_training_repeats_bit_for_bit(new_run: NewRun) -> None:
+    settings = {"deterministic": True, "precision": "bf16-mixed"}
+    losses = []
+    for name in ("one", "two"):
+        run = new_run(name, **settings)
+        train(run)
+        losses.append([row["loss"] for row in rows(run, "step")])
+    assert losses[0] == losses[1]
+
+
+def test_steps_report_the_memory_of_the_allocator(new_run: NewRun) -> None:
+    run = new_run("run")
+    train(run)
+    last = rows(run, "step")[-1]
+    assert last["memory_reserved"] >= last["memory"] > 0
+    assert last["allocation_retries"] == 0
+    assert rows(run, "start")[0]["compile"] == "blocks"
+
+
 @pytest.mark.parametrize("name", ["transformer-100b", "transformer-175b"])
 def test_a_block_of_a_model_that_fits_no_gpu_trains_on_one(new_run: NewRun, name: str) -> None:
     if torch.cuda.mem_get_info()[1] < 40e9:
