@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 38_896,
-    "launcher": 16_701,
+    "source": 39_162,
+    "launcher": 16_731,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 17_122,
+    "litgpt_demo": 17_352,
     "bench": 803,
-    "tests": 32_955,
+    "tests": 33_131,
     "test data": 3_667,
 }
 

@@ -58,7 +58,7 @@ def exports(node: Node, environ: Mapping[str, str], *, cores: int) -> dict[str, 
     variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = "[${role_name}${rank}]:"
     if node.is_ours:  # our own code is installed; only users' modules may be in the folder that torchrun starts in
         variables["PYTHONSAFEPATH"] = "1"
-        # Blocks of a GPU's memory that grow, instead of new ones beside holes. torch reads the old name too.
+        # Blocks of a GPU's memory that grow, instead of new ones next to holes. torch reads the old name too.
         if "PYTORCH_CUDA_ALLOC_CONF" not in variables:
             variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # The collectives that each rank had begun when one timed out. torch 2.5 and older read only the second name.

@@ -26,6 +26,7 @@ PART = st.integers(0, 400) | st.floats(0.0, 0.5)
     st.sampled_from([*DECAY_SHAPES]),
 )  # fmt: skip
 @example("linear", 10, 0, 1, 0.0, "linear")
+@example("wsd", 100, 0, 50, 0.0, "sqrt")
 def test_learning_rate_rises_stays_and_falls_by_its_schedule(
     schedule: str, steps: int, warmup: float, decay: float, low: float | None, shape: str
 ) -> None:

@@ -171,10 +171,10 @@ def test_ranks_get_threads_but_nothing_that_redirects_torchrun(tmp_path: Path) -
 def test_our_trainers_memory_has_segments_that_grow(tmp_path: Path, name: str) -> None:
     """A setting of the user's, by either name, stays. A script keeps torch's default."""
     allocator = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    ours, script = (node(tmp_path, program=program) for program in (("-m", "litgpt_demo", "train"), ("a.py",)))
-    assert exports(ours, {}, cores=1).items() > allocator.items()
-    assert exports(ours, {name: "backend:native"}, cores=1)[name] == "backend:native"
-    assert "PYTORCH_ALLOC_CONF" not in exports(ours, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, cores=1)
+    trainer, script = (node(tmp_path, program=program) for program in (("-m", "litgpt_demo", "train"), ("a.py",)))
+    assert exports(trainer, {}, cores=1).items() > allocator.items()
+    assert exports(trainer, {name: "backend:native"}, cores=1)[name] == "backend:native"
+    assert "PYTORCH_ALLOC_CONF" not in exports(trainer, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, cores=1)
     assert "PYTORCH_ALLOC_CONF" not in exports(script, {}, cores=1)
 
 
