@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import litgpt.pretrain
+import numpy as np
 import torch
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.data import DataModule
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from litgpt_demo.config import TrainingSpec
-from litgpt_demo.data.batches import sample_ids_for_step
+from litgpt_demo.data.batches import sample_ids_at
 from litgpt_demo.models.model import initialise, litgpt_config
 from litgpt_demo.runs import read_spec
 from litgpt_demo.schedules import warmup_and_decay_steps
@@ -38,11 +39,11 @@ class OurData(DataModule, Dataset[Tensor]):
         self.batch_size = batch_size
 
     def __len__(self) -> int:
-        return self.spec.steps * self.spec.train.global_batch
+        return self.spec.samples_after(self.spec.steps)
 
     def __getitem__(self, index: int) -> Tensor:
-        step, place = divmod(index, self.spec.train.global_batch)
-        inputs, targets = self.windows.read(sample_ids_for_step(self.spec, self.windows, step)[place : place + 1])
+        position = np.array([index], dtype=np.uint64)
+        inputs, targets = self.windows.read(sample_ids_at(self.windows, position, seed=self.spec.train.seed))
         return torch.cat([torch.from_numpy(inputs[0]), torch.from_numpy(targets[0, -1:])])
 
     def train_dataloader(self) -> DataLoader[Tensor]:
@@ -72,9 +73,9 @@ def pretrain(run: Path, out: Path, *, comparable: bool = False) -> None:
         initial_checkpoint_dir=initial.absolute() if comparable else None,
         data=OurData(spec, data),
         train=TrainArgs(
-            global_batch_size=train.global_batch,
+            global_batch_size=train.batch_sizes[-1],
             micro_batch_size=train.micro_batch,
-            max_tokens=spec.steps * train.global_batch * spec.model.sequence_length,
+            max_tokens=spec.tokens_after(spec.steps),
             max_seq_length=spec.model.sequence_length,
             max_norm=train.clip_norm,
             min_lr=train.learning_rate if comparable else train.learning_rate / 10,

@@ -497,6 +497,8 @@ def _written_names(location: Sequence[str | int], document: Any) -> list[str]:
     """Return a problem's location without the branches of unions, which pydantic names and the user did not write."""
     names, value = [], document
     for index, part in enumerate(location, start=1):
+        if isinstance(part, str) and isinstance(value, int | float | str | list):  # only a section has settings
+            continue
         if isinstance(value, Mapping) and part not in value:
             is_last = index == len(location)
             # Without a `kind`, a part that is not in the document is a branch, unless it is a missing setting.
@@ -556,9 +558,9 @@ def _settings_in(kind: type[Settings], section: Sequence[str | int]) -> list[str
         if len(branches) > 1 and chosen:
             branches = chosen
             continue
-        annotation = _fields_of(branches[0])[str(part)].annotation
-        options = get_args(annotation) or (annotation,)
-        branches = [option for option in options if issubclass(option, Settings)]
+        field = _fields_of(branches[0]).get(str(part))
+        if field is not None:  # else it is a place in a list, or a branch of a union
+            branches = list(_sections(field.annotation))
     return list(_fields_of(branches[0]))
 
 

@@ -135,6 +135,12 @@ _TRAINING = {
         "It needs a GPU that multiplies in float8 (H100, L4 or newer), a dense model, and multiples of 16 rows.",
         "Leave it off, or change `train.micro_batch` or `model.sequence_length`.",
     ),
+    "train.global_batch": Check(
+        "error",
+        "A stage of the batch has no step.",
+        "The stages of `train.global_batch` begin later than the run ends, or two begin with the same step.",
+        "Lower `after`, or give a number instead of stages.",
+    ),
     "train.memory": Check(
         "error, warning",
         "The training does not fit in the memory of a process.",

@@ -10,22 +10,34 @@ import json
 import math
 import posixpath
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from fractions import Fraction
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    JsonValue,
+    Tag,
+    model_validator,
+)
 from pydantic.annotated_handlers import GetCoreSchemaHandler
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 
 from litgpt_demo import catalogue
-from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, schedule_problem, unread_setting_problem
+from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, in_steps, schedule_problem, unread_setting_problem
 
 
 def arrange_form(schema: dict[str, Any]) -> None:
@@ -640,6 +652,26 @@ T = TypeVar("T")
 ShapesModel: TypeAlias = Annotated[T, RunIdRole.SHAPES_MODEL]
 TunesRun: TypeAlias = Annotated[T, RunIdRole.TUNES_RUN]
 
+
+class BatchStage(Settings, title="Batch"):
+    """The batch from some step of the run on, for a batch that grows during the run."""
+
+    batch: PositiveCount
+    """Sequences per optimizer step, summed over every process of the job."""
+    after: Steps = 0
+    """Steps after which this batch begins. A number below 1 is a share of the run. The first stage has 0."""
+
+
+def _form_of_batch(value: object) -> str:
+    return "stages" if isinstance(value, list | tuple) else "number"
+
+
+# With a discriminator, an error is of the form that was written, and not of both.
+GlobalBatch: TypeAlias = Annotated[
+    Annotated[PositiveCount, Tag("number")] | Annotated[tuple[BatchStage, ...], Field(min_length=2), Tag("stages")],
+    Discriminator(_form_of_batch),
+]
+
 # The choices are the registry's, which a type checker does not see.
 if TYPE_CHECKING:
     DecayShape: TypeAlias = str
@@ -653,8 +685,9 @@ else:
 class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_inf_nan=False):
     """The settings of a training."""
 
-    global_batch: ShapesModel[Count] = Field(512, gt=0)
-    """Sequences per optimizer step, summed over every process of the job."""
+    global_batch: ShapesModel[GlobalBatch] = 512
+    """Sequences per optimizer step, summed over every process of the job. A list of stages lets it grow during the run:
+    `[{batch: 128}, {batch: 512, after: 0.1}]`."""
     micro_batch: TunesRun[Count] = Field(8, gt=0)
     """Sequences per forward pass of one process. It accumulates gradients over its share of `global_batch`."""
     max_steps: ShapesModel[PositiveCount | None] = None
@@ -764,9 +797,25 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
 
     @model_validator(mode="after")
     def _batch_holds_a_micro_batch(self) -> Self:
-        if self.global_batch < self.micro_batch:
-            problem = f"train.global_batch={self.global_batch} is below train.micro_batch={self.micro_batch}"
+        smallest = self.batch_stages[0].batch
+        if smallest < self.micro_batch:
+            problem = f"train.global_batch={smallest} is below train.micro_batch={self.micro_batch}"
             raise ValueError(f"{problem}; are the two swapped?")
+        return self
+
+    @model_validator(mode="after")
+    def _batch_grows(self) -> Self:
+        starts, batches = [stage.after for stage in self.batch_stages], self.batch_sizes
+        if any(later <= earlier for earlier, later in pairwise(batches)):
+            raise ValueError(f"train.global_batch has the batches {batches}; let each be larger than the one before")
+        if starts[0] != 0 or any(later <= earlier for earlier, later in pairwise(starts)):
+            fix = "leave out `after` of the first stage, and let the others rise"
+            raise ValueError(f"the stages of train.global_batch begin after {starts}; {fix}")
+        if len({start < 1 for start in starts[1:]}) > 1:
+            raise ValueError(f"the stages of train.global_batch begin after {starts}; give all in steps or as shares")
+        steps = self.max_steps
+        if steps is not None and (problem := self.batch_problem(steps, f"train.max_steps={steps}")) is not None:
+            raise ValueError("; ".join(problem))
         return self
 
     @model_validator(mode="after")
@@ -810,27 +859,63 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         """Return the optimizer steps of a model of `parameters` for a training split of `tokens` tokens."""
         if self.max_steps is not None:
             return self.max_steps
-        per_step = self.global_batch * sequence_length
-        if self.max_tokens is not None:
-            return math.ceil(self.max_tokens / per_step)
+
+        def samples(steps: int) -> int:
+            return self.samples_after(steps, steps=steps)
+
+        most = self.max_tokens
         if self.tokens_per_parameter is not None:
-            return math.ceil(self.tokens_per_parameter * parameters / per_step)
-        return max(1, tokens // per_step)
+            most = math.ceil(self.tokens_per_parameter * parameters)
+        # Each step has at least one sample, and a longer run has more samples, because the batch never falls.
+        if most is not None:
+            needed = -(-most // sequence_length)
+            return bisect_left(range(needed), needed, key=samples)
+        available = tokens // sequence_length
+        return max(1, bisect_right(range(available + 1), available, key=samples) - 1)
+
+    @property
+    def batch_stages(self) -> tuple[BatchStage, ...]:
+        """Return the stages of the batch: a single one if the batch is a number."""
+        if isinstance(self.global_batch, tuple):
+            return self.global_batch
+        return (BatchStage(batch=self.global_batch),)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Return the sequences per optimizer step of each stage. The last one is the largest."""
+        return [stage.batch for stage in self.batch_stages]
+
+    def samples_after(self, done: int, *, steps: int) -> int:
+        """Return the samples that the first `done` steps of a run of `steps` see. Nothing else adds up batches."""
+        samples, end = 0, done
+        for stage in reversed(self.batch_stages):
+            start = min(end, in_steps(stage.after, steps))
+            samples, end = samples + (end - start) * stage.batch, start
+        return samples
+
+    def batch_problem(self, steps: int, steps_text: str) -> tuple[str, str] | None:
+        """Return an error and its fix if a stage of the batch has no step; `steps_text` names the run's steps."""
+        starts = [in_steps(stage.after, steps) for stage in self.batch_stages]
+        if all(earlier < later for earlier, later in pairwise([*starts, steps])):
+            return None
+        problem = f"the stages of train.global_batch begin after {starts} steps, so one has no step of {steps_text}"
+        return problem, "lower `after`, or give a number instead of stages"
 
     def shard_degree(self, nodes: int, processes: int) -> int:
         """Return the number of ranks that share one copy of the model; `processes` are those of each node."""
         return {"fsdp": nodes * processes, "hybrid": processes}.get(self.strategy, 1)
 
     def gradient_accumulation_steps(self, world_size: int) -> int:
-        """Return the forward passes of each process per optimizer step."""
+        """Return the forward passes of each process per optimizer step, with the largest batch."""
         samples = world_size * self.micro_batch
-        if self.global_batch % samples:
-            raise ValueError(
-                f"train.global_batch={self.global_batch} does not split over {world_size} processes in micro-batches "
-                f"of train.micro_batch={self.micro_batch}; it must be a multiple of {samples}, "
-                f"for example {math.ceil(self.global_batch / samples) * samples}"
-            )
-        return self.global_batch // samples
+        for batch in self.batch_sizes:
+            if batch % samples:
+                raise ValueError(
+                    f"train.global_batch={batch} does not split over {world_size} processes in micro-batches "
+                    f"of train.micro_batch={self.micro_batch}; it must be a multiple of {samples}, "
+                    f"for example {math.ceil(batch / samples) * samples}"
+                )
+        return self.batch_sizes[-1] // samples
 
     def shaping_settings(self) -> dict[str, JsonValue]:
         """Return the settings that decide what the model becomes, defaults included: for records of a run."""
@@ -916,3 +1001,11 @@ class TrainingSpec(Settings):
     """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
     """The number of ranks of the run. A rank that sees another number exits instead of training by itself."""
+
+    def samples_after(self, done: int) -> int:
+        """Return the samples that the first `done` steps of the run see."""
+        return self.train.samples_after(done, steps=self.steps)
+
+    def tokens_after(self, done: int) -> int:
+        """Return the tokens that the first `done` steps of the run see."""
+        return self.samples_after(done) * self.model.sequence_length

@@ -105,7 +105,7 @@ COLUMNS = {
     "first_step_seconds": Column(_Seconds, "step", "Time of the attempt's first step, which also compiles.", "s"),
     "why": Column(_Text, "skip leave", "The reason."),
     "steps": Column(_Count, "start", "Steps of the whole run.", "steps"),
-    "tokens_per_step": Column(_Count, "start", "Tokens of a step of the whole job.", "tokens"),
+    "tokens_per_step": Column(_Count, "start", "Tokens of a step of the whole job, with the largest batch.", "tokens"),
     "parameters": Column(_Count, "start", "Parameters of the model."),
     "world_size": Column(_Count, "start", "Ranks of the job."),
     "device": Column(_Text, "start", "Device of rank 0, as torch names it."),

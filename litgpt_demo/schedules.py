@@ -102,13 +102,13 @@ def unread_setting_problem(train: TrainConfig) -> str | None:
 
 def warmup_and_decay_steps(train: TrainConfig, steps: int) -> tuple[int, int]:
     """Return the number of steps of the warm-up, and of a decay at the end: 0 if the schedule has no such phase."""
-    warmup = _in_steps(train.warmup_steps, steps)
+    warmup = in_steps(train.warmup_steps, steps)
     if "decay_steps" not in SCHEDULES[train.schedule].settings:
         return warmup, 0
-    return warmup, max(1, _in_steps(train.decay_steps, steps))
+    return warmup, max(1, in_steps(train.decay_steps, steps))
 
 
-def _in_steps(length: float, steps: int) -> int:
+def in_steps(length: float, steps: int) -> int:
     """Return a number of steps as it is, and a share of the run, which is below 1, in steps."""
     return round(length * steps) if length < 1 else int(length)
 

@@ -134,7 +134,7 @@ def needs(config: RunConfig, *, vocab_size: int | None, metrics: Sequence[Row] =
     over_all, over_nodes = (
         estimates.network_bytes_per_step(model, fitting[name].train, **ranks) for name in ("fsdp", "hybrid")
     )
-    flops = estimates.flops_per_token(model, length) * train.global_batch * length
+    flops = estimates.flops_per_token(model, length) * train.batch_sizes[-1] * length
     products, seconds = seconds_for(config, flops), over_all / speed if speed else None
     sends = f"{bytes_text(int(over_all))} a step"
     if seconds:
@@ -312,7 +312,7 @@ def _more_processes(needs: Needs, device: Device) -> str:
 
 def _cheaper(needs: Needs) -> Iterator[dict[str, Any]]:
     train = needs.train
-    share = train.global_batch // needs.world_size
+    share = math.gcd(*train.batch_sizes) // needs.world_size
     small = [size for size in range(1, math.isqrt(share) + 1) if share % size == 0]
     sizes = {size for size in (*small, *(share // size for size in small)) if size <= train.micro_batch}
     for strategy in dict.fromkeys([train.strategy, *_shardings(needs)]):

@@ -89,7 +89,7 @@ def plan_of(config: AnyConfig) -> Plan:
         if config.evaluation is not None:
             steps.append(Step.EVALUATION)
         metrics = [] if inspection.unreachable else read_metrics(inspection.run.storage)
-        tokens = inspection.tokens(inspection.steps)
+        tokens = inspection.tokens_since(0)
         figures = arithmetic.figures(config, vocab_size=inspection.vocabulary, tokens=tokens, metrics=metrics)
     datasets = {inspection.run.dataset.path: inspection for inspection in inspections}
     step_rows: list[dict[str, str]] = []
@@ -204,17 +204,22 @@ class Inspection:
     def remaining_steps(self) -> int | None:
         return None if self.steps is None else max(0, self.steps - self.saved_step)
 
-    def tokens(self, steps: int | None) -> int:
-        return (steps or 0) * self.run.config.train.global_batch * self.run.config.model.sequence_length
+    def tokens_since(self, done: int) -> int:
+        """Return the tokens that the run sees after its first `done` steps; 0 if its steps are not known."""
+        if self.steps is None or done >= self.steps:
+            return 0
+        train = self.run.config.train
+        samples = train.samples_after(self.steps, steps=self.steps) - train.samples_after(done, steps=self.steps)
+        return samples * self.run.config.model.sequence_length
 
-    def flops(self, steps: int | None) -> float:
+    def flops_since(self, done: int) -> float:
         model = arithmetic.model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
-        return float(self.tokens(steps)) * flops_per_token(model, self.run.config.model.sequence_length)
+        return float(self.tokens_since(done)) * flops_per_token(model, self.run.config.model.sequence_length)
 
     @property
     def cost(self) -> arithmetic.Expected | None:
         platform = self.run.config.platform
-        seconds = arithmetic.seconds_for(self.run.config, self.flops(self.remaining_steps))
+        seconds = arithmetic.seconds_for(self.run.config, self.flops_since(self.saved_step))
         machine = platform.machine_type
         if machine is None or not machine.gpus or not seconds:
             return None
@@ -408,7 +413,7 @@ def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> l
         memory = 0
         if inspection.needs is not None:
             memory = inspection.needs.likely
-        flops = inspection.flops(inspection.steps)
+        flops = inspection.flops_since(0)
         rows.append(row(title or "as it is written", inspection.training(), flops, memory, inspection.run.name))
     remaining = [i.remaining_steps for i in inspections.values() if i.remaining_steps is not None]
     action = "as many passes over the data"
@@ -422,7 +427,7 @@ def _trial_rows(config: SweepConfig, inspections: Mapping[str, Inspection]) -> l
     title = f"all {len(inspections)}"
     if largest:
         title += f", {len(largest)} at a time"
-    flops = sum(inspection.flops(inspection.steps) for inspection in inspections.values())
+    flops = sum(inspection.flops_since(0) for inspection in inspections.values())
     return [*rows, row(title, action, flops, sum(needs.likely for needs in largest))]
 
 

@@ -108,9 +108,12 @@ def _check_schedule(config: RunConfig, *, vocab_size: int | None) -> Iterator[Fi
         length = f"train.tokens_per_parameter={train.tokens_per_parameter}"
         if train.max_tokens is not None:
             length = f"train.max_tokens={train.max_tokens:,}"
-        problem = schedule_problem(train, steps, f"the {steps:,} steps that {length} makes")
-        if problem is not None:
-            yield Finding("error", "train.warmup_steps", *problem)
+        text = f"the {steps:,} steps that {length} makes"
+        problems = {
+            "train.warmup_steps": schedule_problem(train, steps, text),
+            "train.global_batch": train.batch_problem(steps, text),
+        }
+        yield from (Finding("error", code, *problem) for code, problem in problems.items() if problem is not None)
 
 
 def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]:

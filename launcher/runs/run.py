@@ -145,7 +145,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
     steps = steps_of(config, tokens=dataset.train.tokens, vocab_size=dataset.vocab_size)
     assert steps is not None
-    problem = schedule_problem(config.train, steps, f"the run's {steps} steps")
+    steps_text = f"the run's {steps} steps"
+    problem = schedule_problem(config.train, steps, steps_text) or config.train.batch_problem(steps, steps_text)
     if problem:
         raise UserError(problem[0], fix=problem[1])
     return TrainingSpec(

@@ -120,7 +120,7 @@ def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, sp
     return MixtureDataset(
         names=[source.name for source in mixture.sources],
         parts=parts,
-        schedule=MixtureSchedule(mixture.schedule, samples=spec.steps * spec.train.global_batch),
+        schedule=MixtureSchedule(mixture.schedule, samples=spec.samples_after(spec.steps)),
         length=length,
     )
 
@@ -150,14 +150,14 @@ def weighted_mean(sources: Iterable[ValidationSource], losses: Iterable[float]) 
     return sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
 
 
-def global_positions(step: int, batch: int) -> Positions:
+def global_positions(spec: TrainingSpec, step: int) -> Positions:
     """Return the positions of a step (from 0) in the run."""
-    return np.arange(step * batch, (step + 1) * batch, dtype=np.uint64)
+    return np.arange(spec.samples_after(step), spec.samples_after(step + 1), dtype=np.uint64)
 
 
 def sample_ids_for_step(spec: TrainingSpec, dataset: TokenDataset, step: int) -> SampleIds:
     """Return the samples of a step of a run (from 0), those of all ranks."""
-    return sample_ids_at(dataset, global_positions(step, spec.train.global_batch), seed=spec.train.seed)
+    return sample_ids_at(dataset, global_positions(spec, step), seed=spec.train.seed)
 
 
 def sample_ids_at(dataset: TokenDataset, positions: Positions, *, seed: int) -> SampleIds:

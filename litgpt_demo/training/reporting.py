@@ -83,7 +83,7 @@ class Reporter:
             kind="start",
             step=resumed_from,
             steps=spec.steps,
-            tokens_per_step=train.global_batch * length,
+            tokens_per_step=train.batch_sizes[-1] * length,
             parameters=sum(weight.numel() for weight in training.model.parameters()),
             world_size=fabric.world_size,
             device=str(device),
@@ -125,8 +125,8 @@ class Reporter:
         self.step_seconds = max(1e-6, ended - self._last_time) / (result.done - self._last_step)
         if self._file is None or (result.done % train.log_every and result.done != spec.steps):
             return
-        tokens_per_step = train.global_batch * spec.model.sequence_length
-        pace = tokens_per_step / self.step_seconds
+        tokens = spec.tokens_after(result.done)
+        pace = (tokens - spec.tokens_after(self._last_step)) / max(1e-6, ended - self._last_time)
         # Each device computes its part of the model's FLOPs.
         mfu = self._peak.mfu(pace * self._flops / self._training.fabric.world_size)
         self.row(
@@ -135,7 +135,7 @@ class Reporter:
             loss=result.loss,
             learning_rate=learning_rate_at(train, result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
-            tokens=result.done * tokens_per_step,
+            tokens=tokens,
             **self._by_source(result.done),
             tokens_per_second=round(pace, 1),
             step_seconds=round(self.step_seconds, 4),
@@ -152,7 +152,7 @@ class Reporter:
         spec, windows = self._training.spec, self._training.data.train
         if not isinstance(windows, MixtureDataset):
             return {}
-        seen = (windows.schedule.samples_seen(done * spec.train.global_batch) * windows.length).tolist()
+        seen = (windows.schedule.samples_seen(spec.samples_after(done)) * windows.length).tolist()
         sums, counts = self._losses[: len(seen)], self._losses[len(seen) :]
         losses = zip(windows.names, sums, counts, strict=True)
         means = {f"loss.{name}": loss / count for name, loss, count in losses if count}

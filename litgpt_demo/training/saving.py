@@ -171,7 +171,7 @@ class Saver:
             format=checkpoints.FORMAT,
             run=spec.run,
             step=step,
-            tokens=step * train.global_batch * spec.model.sequence_length,
+            tokens=spec.tokens_after(step),
             dataset_hash=spec.dataset_hash,
             trained_on=tuple(sorted({*own, *earlier})),
             config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},

@@ -63,7 +63,7 @@ def open_fabric(train: TrainConfig) -> Fabric:
         buffers: dict[str, Any] = {"forward_sync_buffers" if new else "broadcast_buffers": False}
         # Gradients are views of the buckets, which are reduced during the backward pass. A static graph needs no search
         # for unused weights, but cannot leave the reduction out of some passes, as accumulation does.
-        static = train.global_batch == world_size * train.micro_batch
+        static = train.gradient_accumulation_steps(world_size) == 1
         strategy = DDPStrategy(gradient_as_bucket_view=True, timeout=timeout, static_graph=static, **buffers)
     kind, precision = "cpu", train.precision
     if torch.cuda.is_available():

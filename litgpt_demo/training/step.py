@@ -79,7 +79,7 @@ def train_step(training: Training, step: int) -> LocalStepStats:
     module.per_token_loss_out = None
     by_source = None
     if isinstance(windows, MixtureDataset):
-        positions = global_positions(step, train.global_batch)
+        positions = global_positions(spec, step)
         positions = rank_slice(positions, rank=fabric.global_rank, world_size=fabric.world_size)
         sources = torch.from_numpy(windows.schedule.source_at(positions)[0]).to(fabric.device, non_blocking=True)
         losses = torch.cat(token_losses).view(len(sources), -1).mean(1, dtype=torch.float64)

@@ -21,7 +21,8 @@ from litgpt_demo.data.dataset import TokenDataset
 
 def batch(step: int, size: int, *, samples: int, content_hash: str = "k", seed: int = 1) -> SampleIds:
     dataset = TokenDataset(files=[np.empty(samples + 1, dtype=np.uint16)], length=1, content_hash=content_hash)
-    return sample_ids_at(dataset, global_positions(step, size), seed=seed)
+    spec = TrainingSpec.model_construct(train=TrainConfig(global_batch=size, micro_batch=1), steps=step + 1)
+    return sample_ids_at(dataset, global_positions(spec, step), seed=seed)
 
 
 @given(size=st.integers(1, 2**62), seed=st.text(max_size=8), data=st.data())
@@ -58,7 +59,7 @@ def test_epoch_has_each_sample_exactly_once(samples: int, global_batch: int, see
 def test_first_steps_of_a_run_are_its_first_epoch(batches: int, global_batch: int) -> None:
     """The first step has the first samples in their order: none is left out, whatever step a resume begins with."""
     train = TrainConfig(global_batch=global_batch, micro_batch=1, seed=3)
-    spec = TrainingSpec.model_construct(train=train)
+    spec = TrainingSpec.model_construct(train=train, steps=batches)
     dataset = TokenDataset(files=[np.empty(batches * global_batch + 1, dtype=np.uint16)], length=1, content_hash="k")
     seen = np.concatenate([sample_ids_for_step(spec, dataset, step) for step in range(batches)]).tolist()
     assert seen == feistel_permutation(np.arange(len(dataset), dtype=np.uint64), len(dataset), "k/3/0").tolist()
@@ -70,6 +71,28 @@ def test_rank_slices_make_up_the_global_batch(world_size: int, micro: int, passe
     shares = [rank_slice(sample_ids, rank=rank, world_size=world_size) for rank in range(world_size)]
     assert {len(share) for share in shares} == {micro * passes}
     assert np.concatenate(shares).tolist() == sample_ids.tolist()
+
+
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=4, unique=True).map(sorted),
+    percents=st.lists(st.integers(1, 99), min_size=3, max_size=3, unique=True).map(sorted),
+    in_steps=st.booleans(),
+    steps=st.integers(100, 400),
+)
+def test_growing_batches_see_the_samples_of_a_constant_one(
+    sizes: list[int], percents: list[int], in_steps: bool, steps: int
+) -> None:
+    """Each step takes its stage's number of samples, where the step before ended."""
+    starts = [0, *(percent * steps // 100 if in_steps else percent / 100 for percent in percents)][: len(sizes)]
+    stages = [{"batch": size, "after": start} for size, start in zip(sizes, starts, strict=True)]
+    train = TrainConfig.model_validate({"global_batch": stages, "micro_batch": 1})
+    assert train.batch_problem(steps, "") is None
+    spec = TrainingSpec.model_construct(train=train, steps=steps)
+    positions = [global_positions(spec, step) for step in range(steps)]
+    assert np.concatenate(positions).tolist() == list(range(spec.samples_after(steps)))
+    begins = [round(start * steps) if start < 1 else start for start in starts]
+    for size, begin, end in zip(sizes, begins, [*begins[1:], steps], strict=True):
+        assert {len(samples) for samples in positions[begin:end]} == {size}
 
 
 @settings(max_examples=50)

@@ -35,6 +35,31 @@ def test_invalid_counts_are_refused(written: object) -> None:
     [
         (TrainConfig, {"max_steps": 10, "max_tokens": 1e6, "warmup_steps": 1}, "both given.*keep one"),
         (TrainConfig, {"global_batch": 8, "micro_batch": 512}, "global_batch=8.*micro_batch=512"),
+        (TrainConfig, {"global_batch": [{"batch": 4}, {"batch": 16, "after": 0.1}]}, "global_batch=4 .*micro_batch=8"),
+        (TrainConfig, {"global_batch": [{"batch": 16}, {"batch": 8, "after": 0.1}]}, "larger than the one before"),
+        (
+            TrainConfig,
+            {"global_batch": [{"batch": 8}, {"batch": 16}]},
+            r"after \[0, 0\]; leave out `after` of the first",
+        ),
+        (
+            TrainConfig,
+            {"global_batch": [{"batch": 8}, {"batch": 16, "after": 0.2}, {"batch": 32, "after": 3}]},
+            "all in steps or as shares",
+        ),
+        (
+            TrainConfig,
+            {"global_batch": [{"batch": 8}, {"batch": 16, "after": 200}], "max_steps": 200},
+            "one has no step of train.max_steps=200; lower `after`",
+        ),
+        (
+            RunConfig,
+            {
+                "train": {"global_batch": [{"batch": 8}, {"batch": 16, "after": 9}]},
+                "platform": {"kind": "local", "nodes": 2},
+            },
+            "global_batch=8 does not split over 2 processes",
+        ),
         (TrainConfig, {"learning_rate": 1e-4, "min_learning_rate": 1e-3}, r"min_learning_rate=0\.001 is above"),
         (TrainConfig, {"max_steps": 60}, "warmup_steps=100 leaves no step of train.max_steps=60"),
         (TrainConfig, {"warmup_steps": 1.5}, "neither a share of the run, which is below 1, nor whole steps"),
@@ -96,6 +121,29 @@ def test_steps_cover_max_tokens_or_all_data_once(tokens: int, batch: int, length
     assert 0 <= steps(max_tokens=tokens) * batch * length - tokens < batch * length
     assert steps(tokens_per_parameter=2.5, parameters=2 * tokens) == steps(max_tokens=5 * tokens)
     assert steps(split=tokens) == max(1, math.floor(tokens / (batch * length)))
+
+
+@given(
+    tokens=st.integers(1, 10**7),
+    sizes=st.lists(st.integers(1, 99), min_size=2, max_size=3, unique=True).map(sorted),
+    afters=st.sampled_from([(0.1, 0.5), (0.005, 0.99), (3, 700)]),
+    length=st.integers(1, 99),
+)
+def test_steps_with_growing_batches_cover_the_same_tokens(
+    tokens: int, sizes: list[int], afters: tuple[float, float], length: int
+) -> None:
+    starts = (0, *afters)
+    stages = [{"batch": size, "after": start} for size, start in zip(sizes, starts, strict=False)]
+
+    def seen(steps: int) -> int:
+        return limited.samples_after(steps, steps=steps) * length
+
+    limited = train(max_tokens=tokens, global_batch=stages, micro_batch=1)
+    steps = limited.steps(tokens=7, sequence_length=length)
+    assert seen(steps - 1) < tokens <= seen(steps)
+    steps = train(global_batch=stages, micro_batch=1).steps(tokens=tokens, sequence_length=length)
+    assert steps == 1 or seen(steps) <= tokens
+    assert tokens < seen(steps + 1)
 
 
 def test_content_hash_is_the_same_in_every_version() -> None:
