@@ -106,10 +106,11 @@ _TRAINING = {
         "Copy the run's folder into a bucket, and name it there.",
     ),
     "model.init_from.samples": Check(
-        "error",
-        "The training would repeat samples in the order that its weights have already seen.",
-        "`model.load_optimizer_state=true` continues a training on the same dataset with the same `train.seed`.",
-        "Set another `train.seed`, or train on another dataset.",
+        "error, info",
+        "The training continues a dataset where its weights stood, or this place is unknown.",
+        "`model.load_optimizer_state=true` continues a training on the same dataset with the same `train.seed`. "
+        "The place is unknown with another `model.sequence_length`, and for a checkpoint that does not record it.",
+        "If the place is unknown, set another `train.seed`, or train on another dataset.",
     ),
     "model.init_from.tokenizer": Check(
         "error",

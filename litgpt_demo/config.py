@@ -19,7 +19,7 @@ from fractions import Fraction
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -522,7 +522,8 @@ class ModelConfig(Settings, title="Model"):
     """Weights to start from: a run by its name, a checkpoint's folder, a LitGPT or Hugging Face folder, or the Hub's
     `owner/name`. Empty starts from random ones."""
     load_optimizer_state: bool = Field(False, exclude_if=lambda wanted: not wanted)
-    """Also load the optimizer's state from a run or its checkpoint, to decay the learning rate from there."""
+    """Also load the optimizer's state from a run or its checkpoint, and continue that training: a dataset with the same
+    `train.seed` continues at the sample at which the weights stood."""
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
@@ -956,8 +957,16 @@ class EvaluationConfig(Settings, title="Evaluation"):
         return Path(self.task_folder).expanduser().resolve()
 
 
-Orders: TypeAlias = tuple[tuple[str, int], ...]
-"""Orders of samples, each by the content hash of its dataset and `train.seed`."""
+class SeenSamples(NamedTuple):
+    """An order of samples, and how many of them weights have seen, from the first on."""
+
+    dataset: str
+    """The content hash of the dataset. With the seed it decides the order."""
+    seed: int
+    samples: int | None = None
+    """Epoch after epoch. Checkpoints of earlier versions do not have this number, nor the next one."""
+    length: int | None = None
+    """Tokens of a sample."""
 
 
 class InitialWeights(Settings):
@@ -975,8 +984,16 @@ class InitialWeights(Settings):
     """The content hash of weights that were fetched from the Hub, made of the checksums that it lists."""
     optimizer: bool = False
     """True if the optimizer's state is loaded too."""
-    trained_on: Orders = ()
-    """The orders of samples that a checkpoint's weights have seen, from the first on."""
+    trained_on: tuple[SeenSamples, ...] = ()
+    """The samples that a checkpoint's weights have seen."""
+
+    def first_sample(self, dataset: str, *, seed: int, length: int) -> int:
+        """Return the place in an order of samples at which a training begins: where the weights stood if it continues
+        them with their optimizer, else 0."""
+        if not self.optimizer:
+            return 0
+        orders = {(seen.dataset, seen.seed, seen.length): seen.samples for seen in self.trained_on}
+        return orders.get((dataset, seed, length)) or 0
 
     @property
     def content_hash(self) -> str:
@@ -1001,6 +1018,12 @@ class TrainingSpec(Settings):
     """The weights that it starts from; None for random ones."""
     world_size: int = Field(gt=0)
     """The number of ranks of the run. A rank that sees another number exits instead of training by itself."""
+
+    def first_sample(self, dataset: str) -> int:
+        """Return the place in the order of a dataset's samples at which the run begins."""
+        if self.origin is None:
+            return 0
+        return self.origin.first_sample(dataset, seed=self.train.seed, length=self.model.sequence_length)
 
     def samples_after(self, done: int) -> int:
         """Return the samples that the first `done` steps of the run see."""

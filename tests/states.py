@@ -12,7 +12,7 @@ from litgpt.model import GPT
 from torch.optim import AdamW, Optimizer
 
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.dataset import stage
+from litgpt_demo.data.dataset import TokenDataset, stage
 from litgpt_demo.models.model import LossGPT, initialise
 from litgpt_demo.optimizers import decay_groups
 from litgpt_demo.runs import read_spec
@@ -127,7 +127,8 @@ def stepped_by_hand(folder: Path, fabric: Any, model: Any, optimizer: Any) -> Tr
     spec = TrainingSpec(
         run="run", dataset="none", dataset_hash="none", model=ModelConfig(), train=TrainConfig(), steps=9, world_size=1
     )
-    nothing: dict[str, Any] = {"data": SimpleNamespace(manifest=SimpleNamespace(sample_hashes=set())), "feed": None}
+    samples = TokenDataset(files=(), length=1)
+    nothing: dict[str, Any] = {"data": SimpleNamespace(train=samples), "feed": None}
     run = open_storage(str(folder / "run"))
     return Training(
         spec=spec, fabric=fabric, model=model, optimizer=optimizer, run=run, scratch=folder / "scratch", **nothing

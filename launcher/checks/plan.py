@@ -45,7 +45,6 @@ from litgpt_demo.models.estimates import flops_per_token
 from litgpt_demo.runs import EVALUATIONS, FINAL, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.origins import replay_problem
 
 _UNKNOWN_VOCABULARY = 50_304
 """The vocabulary of a tokenizer that is not known yet, for estimates: GPT-2's, padded."""
@@ -351,9 +350,7 @@ def _blockers_of(
     if corpus not in results:
         results[corpus] = list(warnings_of(planned))  # reads the start of its texts
     findings = [*results[place], *results[corpus], *preflight.check_training(config, job, vocab_size=vocab_size)]
-    problem = replay_problem(run.origin, planned.sample_hashes, config.train.seed)
-    if problem:
-        findings.append(Finding("error", "model.init_from.samples", *problem))
+    findings += preflight.check_position(run)
     weights = "weights", content_hash(config.model, planned.content_hash)
     if weights not in results:  # in a process that takes seconds
         results[weights] = list(preflight.check_origin(run, dataset, vocab_size=vocab_size))

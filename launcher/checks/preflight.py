@@ -42,7 +42,7 @@ from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.private import environment_of_readers
-from litgpt_demo.training.origins import tokenizer_problem
+from litgpt_demo.training.origins import position_problem, tokenizer_problem
 
 PROBE = ".access-check"
 _GIB = 2**30
@@ -150,6 +150,24 @@ def check_origin(run: Run, dataset: DatasetManifest | None, *, vocab_size: int |
         yield Finding("error", "model.init_from.place", what, "copy that folder into a bucket, and give this address")
     if vocab_size is not None:
         yield from origin_problems(run, origin, vocab_size=vocab_size)
+
+
+def check_position(run: Run) -> Iterator[Finding]:
+    """Report where in its samples a training begins that continues its weights with their optimizer."""
+    origin, hashes = run.origin, run.dataset.sample_hashes
+    order = {"seed": run.config.train.seed, "length": run.config.model.sequence_length}
+    problem = position_problem(origin, hashes, **order)
+    if problem is not None:
+        yield Finding("error", "model.init_from.samples", *problem)
+    elif origin is not None:
+        fix = "another train.seed begins a new order of the samples"
+        for dataset in sorted(hashes):
+            first = origin.first_sample(dataset, **order)
+            if first:
+                what = (
+                    f"the training continues dataset {dataset} after the {first:,} samples that the weights saw"
+                )
+                yield Finding("info", "model.init_from.samples", what, fix)
 
 
 def origin_problems(run: Run, origin: InitialWeights, *, vocab_size: int) -> Iterator[Finding]:

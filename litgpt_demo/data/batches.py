@@ -1,8 +1,9 @@
-"""The tokens of each step: a pure function of (content hash, seed, step).
+"""The tokens of each step: a pure function of (content hash, seed, first sample, step).
 
-A run's samples have positions from 0. For a mixture, a cycle of MIXTURE_CYCLE sources, repeated, assigns a source to
-each position, so any MIXTURE_CYCLE in a row have the same number of each. Each source has an order of its own.
-Resuming therefore needs one integer, and changing the number of nodes changes nothing the model sees.
+A run's samples have positions from 0. If it continues another run, each order begins where that run stood. For a
+mixture, a cycle of MIXTURE_CYCLE sources, repeated, assigns a source to each position, so any MIXTURE_CYCLE in a row
+have the same number of each. Each source has an order of its own. Resuming therefore needs one integer, and changing
+the number of nodes changes nothing the model sees.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from litgpt_demo.config import MIXTURE_CYCLE, TrainingSpec
+from litgpt_demo.config import MIXTURE_CYCLE, SeenSamples, TrainingSpec
 from litgpt_demo.data.dataset import DatasetManifest, TokenDataset, open_dataset, open_split, stage
 from litgpt_demo.errors import UserError
 from litgpt_demo.runs import read_spec
@@ -111,12 +112,14 @@ Split: TypeAlias = Literal["train", "validation"]
 def open_samples(spec: TrainingSpec, folder: Path, manifest: DatasetManifest, split: Split) -> TokenDataset:
     """Return the samples of a split of the dataset in `folder`. A mixture's sources are in the folders next to it."""
     length, mixture = spec.model.sequence_length, manifest.mixture
+
+    def open_part(folder: Path, manifest: DatasetManifest) -> TokenDataset:
+        part = open_split(folder, manifest, getattr(manifest, split), length=length)
+        return replace(part, first=spec.first_sample(part.content_hash))
+
     if mixture is None:
-        return open_split(folder, manifest, getattr(manifest, split), length=length)
-    parts = []
-    for address in manifest.ingredients(str(folder)):
-        ingredient = open_dataset(address)
-        parts.append(open_split(Path(address), ingredient, getattr(ingredient, split), length=length))
+        return open_part(folder, manifest)
+    parts = [open_part(Path(address), open_dataset(address)) for address in manifest.ingredients(str(folder))]
     return MixtureDataset(
         names=[source.name for source in mixture.sources],
         parts=parts,
@@ -169,12 +172,28 @@ def sample_ids_at(dataset: TokenDataset, positions: Positions, *, seed: int) -> 
             selected, part = sources == source, dataset.parts[source]
             sample_ids[selected] = sample_ids_at(part, seen[selected], seed=seed) + dataset.starts[source]
         return sample_ids
-    epochs, offsets = np.divmod(positions, np.uint64(len(dataset)))
+    epochs, offsets = np.divmod(positions + np.uint64(dataset.first), np.uint64(len(dataset)))
     for epoch in np.unique(epochs):
         selected = epochs == epoch
         order = f"{dataset.content_hash}/{seed}/{epoch}"
         sample_ids[selected] = feistel_permutation(offsets[selected], len(dataset), order)
     return sample_ids
+
+
+def samples_seen(spec: TrainingSpec, dataset: TokenDataset, done: int) -> tuple[SeenSamples, ...]:
+    """Return the samples that the weights after `done` steps have seen, in the run and in those that it continues."""
+    parts, counts = [dataset], [spec.samples_after(done)]
+    if isinstance(dataset, MixtureDataset):
+        parts, counts = [*dataset.parts], dataset.schedule.samples_seen(counts[0]).tolist()
+    earlier = spec.origin.trained_on if spec.origin else ()
+    orders = {(seen.dataset, seen.seed, seen.length): seen for seen in earlier}
+    for part, count in zip(parts, counts, strict=True):
+        order = part.content_hash, spec.train.seed, part.length
+        seen = SeenSamples(part.content_hash, spec.train.seed, part.first + count, part.length)
+        orders[order] = max(
+            seen, orders.get(order, seen)
+        )  # weights that start from the first sample may have seen more
+    return tuple(orders.values())
 
 
 def rank_slice(batch: SampleIds, *, rank: int, world_size: int) -> SampleIds:

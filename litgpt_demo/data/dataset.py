@@ -298,6 +298,8 @@ class TokenDataset:
     length: int
     content_hash: str = ""
     """The dataset's content hash, which with a run's seed decides the order of the samples."""
+    first: int = 0
+    """The place in that order at which a run begins."""
 
     def __len__(self) -> int:
         return max(0, (sum(map(len, self.files)) - 1) // self.length)

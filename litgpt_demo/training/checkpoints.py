@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import Field, JsonValue
 
-from litgpt_demo.config import Orders, Settings, TrainingSpec
+from litgpt_demo.config import SeenSamples, Settings, TrainingSpec
 from litgpt_demo.documents import FileRecord, at_rest, differences, misread, parse_json, read_manifest, write_manifest
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage
@@ -32,8 +32,8 @@ class CheckpointManifest(Settings):
     seconds: float = 0.0
     """Training time that led here, over all attempts."""
     dataset_hash: str
-    trained_on: Orders = ()
-    """The orders of samples that its weights have seen: the run's own, and those of the weights it started from."""
+    trained_on: tuple[SeenSamples, ...] = ()
+    """The samples that its weights have seen: in the run, and in those that it started from."""
     config: dict[str, JsonValue] = Field({})
     """The settings that decided the weights: `model` and `train` of the run's config.json; empty in format 1."""
     validation_loss: float | None

@@ -207,19 +207,25 @@ def fetch_initial_weights(
     return copy
 
 
-def replay_problem(origin: InitialWeights | None, hashes: set[str], seed: int) -> tuple[str, str] | None:
-    """Return a problem and its fix if a training would repeat samples in the order that its weights have seen."""
+def position_problem(
+    origin: InitialWeights | None, hashes: set[str], *, seed: int, length: int
+) -> tuple[str, str] | None:
+    """Return a problem and its fix if a training continues its weights, but their place in the samples is unknown."""
     if origin is None or not origin.optimizer:
         return None
-    repeated = sorted(dataset for dataset, order_seed in origin.trained_on if dataset in hashes and order_seed == seed)
-    if not repeated:
+    orders = [seen for seen in origin.trained_on if seen.dataset in hashes and seen.seed == seed]
+    known = {seen.dataset for seen in orders if seen.length == length}
+    unknown = [seen for seen in orders if seen.dataset not in known]
+    if not unknown:
         return None
-    samples = f"with train.seed={seed} the samples of dataset {', '.join(repeated)}"
-    seen = f"come in the order in which the weights of {origin.name} have seen them, from the first one on"
-    used_seeds = {order_seed for _, order_seed in origin.trained_on}
+    used_seeds = {seen.seed for seen in origin.trained_on}
     free_seed = next(number for number in count(1) if number not in used_seeds)
-    problem = f"{samples} {seen}, and model.load_optimizer_state=true continues that training"
-    return problem, f"set another train.seed, such as {free_seed}, or train on another dataset"
+    fix = f"set another train.seed, such as {free_seed}, or train on another dataset"
+    reason = "their checkpoint does not say how far"
+    if unknown[0].length is not None:
+        reason = f"in samples of {unknown[0].length} tokens, not of model.sequence_length={length}"
+    problem = f"with train.seed={seed} the training would continue dataset {unknown[0].dataset} where the weights of "
+    return f"{problem}{origin.name} stood, which have seen it, but {reason}", fix
 
 
 def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
+from litgpt_demo.data.batches import samples_seen
 from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.local import translate_os_errors
@@ -165,15 +166,13 @@ class Saver:
         self, step: int, validation_loss: float | None, seconds: float, records: Sequence[Sequence[FileRecord]]
     ) -> int:
         spec, train = self._training.spec, self._training.spec.train
-        own = {(content_hash, train.seed) for content_hash in self._training.data.manifest.sample_hashes}
-        earlier = spec.origin.trained_on if spec.origin else ()
         manifest = CheckpointManifest(
             format=checkpoints.FORMAT,
             run=spec.run,
             step=step,
             tokens=spec.tokens_after(step),
             dataset_hash=spec.dataset_hash,
-            trained_on=tuple(sorted({*own, *earlier})),
+            trained_on=samples_seen(spec, self._training.data.train, step),
             config={"model": spec.model.model_dump(mode="json"), "train": train.shaping_settings()},
             validation_loss=validation_loss,
             evaluation_samples=None if validation_loss is None else train.evaluation_samples,

@@ -171,18 +171,22 @@ def test_nodes_get_the_address_of_initial_weights_under_the_root(
     assert "n_head 4, but the weights of" in findings
 
 
-def test_the_plan_refuses_a_start_on_the_samples_of_its_origin(trained: Any, monkeypatch: Any) -> None:
-    """With the optimizer's state; weights alone may start on them."""
+def test_a_plan_shows_where_in_the_samples_a_run_continues(trained: Any, monkeypatch: Any) -> None:
+    """With the optimizer's state and the same seed; weights alone start with the first sample."""
     monkeypatch.setattr("launcher.checks.preflight.check_origin", lambda *_, **__: [])
     settings = trained.config.model_dump(mode="json")
     settings["model"] |= {"init_from": plan_run(trained.config).name, "load_optimizer_state": True}
 
-    def codes(**changes: Any) -> list[str]:
+    def found(**changes: Any) -> list[str]:
         config = validated(RunConfig, overridden(settings, changes), where="it")
-        return [finding.code for finding in plan_of(config).findings if finding.code.startswith("model.init_from")]
+        found = [finding for finding in plan_of(config).findings if finding.code.startswith("model.init_from")]
+        return [f"{finding.severity}: {finding.what}" for finding in found]
 
-    assert codes() == ["model.init_from.samples"]
-    assert codes(**{"train.seed": 2}) == codes(**{"model.load_optimizer_state": False}) == []
+    dataset = plan_run(trained.config).dataset.content_hash
+    assert found() == [f"info: the training continues dataset {dataset} after the 32 samples that the weights saw"]
+    assert found(**{"train.seed": 2}) == found(**{"model.load_optimizer_state": False}) == []
+    (problem,) = found(**{"model.sequence_length": 16})
+    assert problem.startswith(f"error: with train.seed=1337 the training would continue dataset {dataset} where")
 
 
 def test_resumed_flow_run_follows_its_live_job_without_corpus(

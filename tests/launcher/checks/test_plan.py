@@ -10,7 +10,7 @@ import yaml
 from console_script import Cli
 
 from launcher.checks.arithmetic import figures
-from launcher.checks.plan import lost_steps, plan_of, progress_of
+from launcher.checks.plan import Inspection, lost_steps, plan_of, progress_of
 from launcher.config import RunConfig, SweepConfig, SweepSettings
 from launcher.errors import ConfigProblem
 from launcher.runs.attempts import job_handle
@@ -109,6 +109,18 @@ def test_plan_has_one_duration_by_the_precisions_peak(tiny: Tiny) -> None:
         duration, _, share = row["arithmetic"].partition("; ")[2].partition(" at ")
         assert share == f"35% of 8 A100 of {peak:g} TFLOP/s"
         assert f"about {duration} at 35% of peak" in would(config)["training"]
+
+
+def test_plan_counts_the_tokens_of_a_growing_batch(tiny: Tiny) -> None:
+    stages = {"train.global_batch": [{"batch": 4}, {"batch": 12, "after": 6}]}
+    config = tiny(stages)
+    (row,) = (row for row in plan_of(config).arithmetic if row["what"] == "FLOPs in all")
+    assert row["arithmetic"].startswith("1,536 tokens"), "8 steps of 32 tokens a sample"
+    inspection = Inspection(work=plan_run(config), handle=job_handle(plan_run(config)))
+    assert [inspection.tokens_since(done) // 32 for done in (0, 2, 7, 8, 9)] == [48, 40, 12, 0, 0]
+    short = tiny(stages | {"train.max_steps": None, "train.max_tokens": 256, "train.warmup_steps": 0})
+    (finding,) = (finding for finding in plan_of(short).findings if finding.code == "train.global_batch")
+    assert finding.what.endswith("one has no step of the 2 steps that train.max_tokens=256 makes")
 
 
 def test_plan_finds_only_a_complete_dataset(tiny: Tiny) -> None:

@@ -10,18 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 from corpora import TEXTS, corpus_in, large_vocabulary
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_own_tokens import IDS, put
 from training_runs import TrainElsewhere, alike, rows, write_run
 
-from litgpt_demo.config import MIXTURE_CYCLE, DataConfig, largest_remainder
+from litgpt_demo.config import (
+    MIXTURE_CYCLE,
+    DataConfig,
+    InitialWeights,
+    ModelConfig,
+    TrainConfig,
+    TrainingSpec,
+    largest_remainder,
+)
 from litgpt_demo.data import dataset
 from litgpt_demo.data.batches import (
     MixtureDataset,
     MixtureSchedule,
     feistel_permutation,
     sample_ids_at,
+    sample_ids_for_step,
+    samples_seen,
     validation_sources,
 )
 from litgpt_demo.data.dataset import TokenDataset, finished_dataset, open_dataset, plan_dataset, stage, verify_dataset
@@ -84,6 +94,41 @@ def test_epoch_of_a_source_has_each_of_its_samples_once() -> None:
     assert (targets == inputs + 1).all()
     assert sorted(numbers[mixed.source_of(numbers) == 0][:10].tolist()) == list(range(10))
     assert sorted(numbers[mixed.source_of(numbers) == 1][3:6].tolist()) == [10, 11, 12]
+
+
+LINK = st.tuples(
+    st.integers(1, 30), st.integers(1, 9), st.lists(st.integers(0, 99), min_size=2, max_size=4).filter(any)
+)
+
+
+@settings(max_examples=30)
+@given(st.lists(LINK, max_size=4), st.lists(st.integers(1, 40), min_size=4, max_size=4))
+def test_each_source_continues_where_the_runs_before_stood(
+    runs: list[tuple[int, int, list[int]]], sizes: list[int]
+) -> None:
+    """Each run of a chain has its own steps, batch and weights of the sources."""
+    origin, seen = None, [list[int]() for _ in sizes]
+    for steps, batch, weights in runs:
+        train = TrainConfig(global_batch=batch, micro_batch=1, seed=3)
+        model = ModelConfig(sequence_length=2)
+        spec = TrainingSpec.model_construct(train=train, model=model, steps=steps, origin=origin)
+        parts = [
+            TokenDataset(files=[np.empty(2 * size + 1)], length=2, content_hash=f"k{size}-{source}",
+                         first=spec.first_sample(f"k{size}-{source}"))
+            for source, size in enumerate(sizes[: len(weights)])
+        ]  # fmt: skip
+        schedule = MixtureSchedule([(0.0, largest_remainder(weights))], samples=spec.samples_after(steps))
+        mixed = MixtureDataset(names=[*"abcd"[: len(weights)]], parts=parts, schedule=schedule, length=2)
+        for step in range(steps):
+            numbers = sample_ids_for_step(spec, mixed, step)
+            sources = mixed.source_of(numbers)
+            for source in range(len(weights)):
+                seen[source] += (numbers[sources == source] - mixed.starts[source]).tolist()
+        trained_on = samples_seen(spec, mixed, steps)
+        origin = InitialWeights(kind="checkpoint", name="", address="", files={}, optimizer=True, trained_on=trained_on)
+    for source, size in enumerate(sizes):
+        part = TokenDataset(files=[np.empty(2 * size + 1)], length=2, content_hash=f"k{size}-{source}")
+        assert seen[source] == sample_ids_at(part, np.arange(len(seen[source]), dtype=np.uint64), seed=3).tolist()
 
 
 @given(st.lists(st.integers(1, 3000), min_size=2, max_size=4), st.integers(1, 300), st.integers(1, 998))

@@ -1,6 +1,7 @@
 """Trainings that start from weights: whatever wrote them, the first step begins with exactly these."""
 
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,13 +17,17 @@ from states import settings_of, training_of
 from training_runs import MODEL, NewRun, TrainElsewhere, ends, rows, train
 
 from litgpt_demo.config import InitialWeights, ModelConfig
-from litgpt_demo.data.batches import validation_sources
+from litgpt_demo.data.batches import sample_ids_for_step, validation_sources
 from litgpt_demo.data.dataset import open_dataset
+from litgpt_demo.documents import read_manifest, write_manifest
 from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.metrics import curve
 from litgpt_demo.models.model import litgpt_config
+from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
-from litgpt_demo.training.checkpoints import folder_of
-from litgpt_demo.training.origins import fetch_initial_weights, find_initial_weights, replay_problem
+from litgpt_demo.training.checkpoints import CheckpointManifest, folder_of
+from litgpt_demo.training.origins import fetch_initial_weights, find_initial_weights, position_problem
+from litgpt_demo.training.setup import open_data
 from litgpt_demo.training.starting import CompatibilityRequest, start_from
 
 IDS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -145,19 +150,89 @@ def test_a_runs_name_goes_before_a_folder_of_that_name(
     assert found("./gpt-0123456789", str(root)).address == str(tmp_path / "gpt-0123456789" / folder_of(12))
 
 
-def test_a_start_on_samples_seen_before_is_refused(finished: Path, new_run: NewRun, tiny_dataset: Path) -> None:
-    """Those of the run that it starts from, and those that one started from."""
-    origin, seen = found(finished, optimizer=True), open_dataset(str(tiny_dataset)).content_hash
-    with pytest.raises(UserError, match=rf"seed=1337 the samples of dataset {seen} come .*; set another train\.seed"):
+def samples_of(*runs: Path) -> list[int]:
+    """The ids of the samples that these runs see, in their order."""
+    ids = list[int]()
+    for run in runs:
+        spec = read_spec(open_storage(str(run)))
+        samples = open_data(spec, Path(spec.dataset)).train
+        for step in range(spec.steps):
+            ids += sample_ids_for_step(spec, samples, step).tolist()
+    return ids
+
+
+def test_a_decay_branch_equals_one_uninterrupted_run(new_run: NewRun) -> None:
+    """Bit for bit: the branch continues weights, optimizer and samples, with its own learning rate."""
+    whole = new_run("whole", schedule="wsd", decay_steps=4)
+    stable = new_run("stable", schedule="constant", max_steps=7)
+    for run in (whole, stable):
+        train(run)
+    branch = new_run(
+        "branch", origin=found(stable, optimizer=True), schedule="linear", warmup_steps=0, max_steps=5
+    )  # fmt: skip
+    train(branch)
+    losses = [curve(rows(run), "step", "loss") for run in (whole, stable, branch)]
+    assert list(losses[0].values()) == [*losses[1].values(), *losses[2].values()]
+    files = [
+        sorted((run / folder).glob("*.distcp")) for run, folder in ((whole, folder_of(12)), (branch, folder_of(5)))
+    ]
+    assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+def test_continued_runs_see_the_samples_of_one_long_run(
+    finished: Path, new_run: NewRun, tiny_dataset: Path, bucket: Storage, train_elsewhere: TrainElsewhere
+) -> None:
+    """One is killed and resumed by more ranks, one has a growing batch and another one's weights in a bucket."""
+    growing = [{"batch": 4}, {"batch": 12, "after": 0.5}]
+    second = new_run("second", origin=found(finished, optimizer=True), max_steps=8, global_batch=growing)
+    assert train_elsewhere((second, 1, 8)) == [[-signal.SIGKILL]]
+    second = new_run(
+        "second", origin=found(finished, optimizer=True), max_steps=8, global_batch=growing, world_size=2
+    )  # fmt: skip
+    assert train_elsewhere((second, 2, 0)) == [[0, 0]]
+    assert [row["step"] for row in rows(second, "start")] == [0, 4]
+    for path in (second / folder_of(8)).iterdir():
+        bucket.upload(path, f"{folder_of(8)}/{path.name}")
+    third = new_run("third", origin=found(bucket.address(folder_of(8)), optimizer=True), max_steps=3)
+    train(third)
+    long = new_run("long", max_steps=12 + (4 * 4 + 4 * 12) // 8 + 3)
+    assert samples_of(finished, second, third) == samples_of(long)
+    (seen,) = found(third).trained_on
+    assert seen == (open_dataset(str(tiny_dataset)).content_hash, 1337, len(samples_of(long)), 32)
+
+
+def test_order_of_samples_begins_again_where_it_is_not_continued(finished: Path, new_run: NewRun) -> None:
+    """With another seed, or with the weights only; both orders are remembered."""
+    origin = found(finished, optimizer=True)
+    only_weights = new_run("weights", origin=found(finished), max_steps=4)
+    assert samples_of(only_weights) == samples_of(finished)[:32]
+    reseeded = new_run("reseeded", origin=origin, seed=1, max_steps=4)
+    assert samples_of(reseeded) == samples_of(new_run("first", seed=1, max_steps=4))
+    for run in (only_weights, reseeded):
+        train(run)
+    assert {(seen.seed, seen.samples) for seen in found(reseeded).trained_on} == {(1337, 96), (1, 32)}
+    assert {(seen.seed, seen.samples) for seen in found(only_weights).trained_on} == {(1337, 96)}
+    back = new_run("back", origin=found(reseeded, optimizer=True), max_steps=4)
+    assert samples_of(finished, back) == samples_of(new_run("long", max_steps=16))
+
+
+def test_unknown_place_in_the_samples_is_refused(finished_copy: Path, new_run: NewRun, tiny_dataset: Path) -> None:
+    """Of a checkpoint that does not record it, and of samples that are cut otherwise."""
+    origin, dataset = found(finished_copy, optimizer=True), open_dataset(str(tiny_dataset)).content_hash
+    shorter = new_run("shorter", origin=origin, model=MODEL.model_copy(update={"sequence_length": 16}), max_steps=3)
+    with pytest.raises(UserError, match=r"of 32 tokens, not of model\.sequence_length=16; set another train\.seed"):
+        train(shorter)
+    place = open_storage(str(finished_copy / folder_of(12)))
+    manifest = read_manifest(place, CheckpointManifest)
+    assert manifest is not None
+    written = manifest.model_dump(mode="json") | {"trained_on": [[dataset, 1337]]}  # as earlier versions wrote it
+    write_manifest(place, CheckpointManifest.model_validate(written))
+    origin = found(finished_copy, optimizer=True)
+    with pytest.raises(UserError, match=r"does not say how far; set another train\.seed, such as 1, or train on anoth"):
         train(new_run("again", origin=origin))
-    second = new_run("second", origin=origin, seed=1, max_steps=4)
-    train(second)
-    third = found(second, optimizer=True)
-    problems = [replay_problem(third, {seen, "another"}, seed) for seed in (1337, 1, 2)]
-    fix = "set another train.seed, such as 2, or train on another dataset"
-    assert [problem and problem[1] for problem in problems] == [fix, fix, None]
-    assert replay_problem(third, {"another"}, 1337) is None
-    assert replay_problem(found(second), {seen}, 1337) is None, "weights alone go on from nowhere"
+    weights = found(finished_copy)
+    for own, hashes, seed in [(origin, {dataset}, 1), (origin, {"another"}, 1337), (weights, {dataset}, 1337)]:
+        assert position_problem(own, hashes, seed=seed, length=32) is None
 
 
 def test_nodes_fetch_from_a_bucket_what_they_start_from(

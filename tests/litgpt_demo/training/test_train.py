@@ -135,6 +135,31 @@ def test_garbage_is_collected_between_steps_alone(new_run: NewRun, monkeypatch: 
     assert gc.isenabled()
 
 
+def test_a_growing_batch_is_the_same_on_any_ranks(new_run: NewRun, train_elsewhere: TrainElsewhere) -> None:
+    """And after a kill: one run resumes inside its first stage, and one at the end of it."""
+    stages = [{"batch": 4}, {"batch": 8, "after": 4}]
+    settings: dict[str, dict[str, Any]] = {
+        "uninterrupted": {}, "inside": {"checkpoint_every": 3}, "between": {}, "two": {"world_size": 2},
+        "sharded": {"world_size": 2, "strategy": "fsdp", "micro_batch": 1},
+    }  # fmt: skip
+    runs = {name: new_run(name, global_batch=stages, **changes) for name, changes in settings.items()}
+    codes = train_elsewhere(
+        (runs["uninterrupted"], 1, 0), (runs["inside"], 1, 6), (runs["between"], 1, 8), (runs["two"], 2, 0),
+        (runs["sharded"], 2, 0),
+    )  # fmt: skip
+    assert codes == [[0], [-signal.SIGKILL], [-signal.SIGKILL], [0, 0], [0, 0]]
+    samples = [4, 8, 12, 16, *range(24, 88, 8)]
+    assert [row["tokens"] for row in rows(runs["uninterrupted"], "step")] == [32 * count for count in samples]
+    assert newest(runs["uninterrupted"]).tokens == 32 * 80
+    for name, start in (("inside", 3), ("between", 4)):
+        train(runs[name])
+        assert [row["step"] for row in rows(runs[name], "start")] == [0, start]
+        assert told(runs[name]) == told(runs["uninterrupted"])
+        assert shards(runs[name]) == shards(runs["uninterrupted"])
+    for name in ("two", "sharded"):
+        alike(runs[name], runs["uninterrupted"])
+
+
 @pytest.mark.parametrize("name", ["two", "sharded"])
 def test_two_processes_train_as_one_does(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
     alike(elsewhere[name], finished)
