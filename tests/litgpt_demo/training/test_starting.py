@@ -163,18 +163,19 @@ def samples_of(*runs: Path) -> list[int]:
 
 def test_a_decay_branch_equals_one_uninterrupted_run(new_run: NewRun) -> None:
     """Bit for bit: the branch continues weights, optimizer and samples, with its own learning rate."""
-    whole = new_run("whole", schedule="wsd", decay_steps=4)
+    uninterrupted = new_run("uninterrupted", schedule="wsd", decay_steps=4)
     stable = new_run("stable", schedule="constant", max_steps=7)
-    for run in (whole, stable):
+    for run in (uninterrupted, stable):
         train(run)
     branch = new_run(
         "branch", origin=found(stable, optimizer=True), schedule="linear", warmup_steps=0, max_steps=5
     )  # fmt: skip
     train(branch)
-    losses = [curve(rows(run), "step", "loss") for run in (whole, stable, branch)]
+    losses = [curve(rows(run), "step", "loss") for run in (uninterrupted, stable, branch)]
     assert list(losses[0].values()) == [*losses[1].values(), *losses[2].values()]
     files = [
-        sorted((run / folder).glob("*.distcp")) for run, folder in ((whole, folder_of(12)), (branch, folder_of(5)))
+        sorted((run / folder).glob("*.distcp"))
+        for run, folder in ((uninterrupted, folder_of(12)), (branch, folder_of(5)))
     ]
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
 
