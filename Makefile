@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis diagrams docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis bench-continue diagrams docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,7 +82,7 @@ size: $(VENV)/.installed-dev ## lines, files and other sizes of the source, next
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis ## all measurements; QUICK=1 takes one round of each, within 4 minutes
+bench: bench-dataset bench-training bench-checkpoint bench-pipeline bench-diagnosis bench-continue ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation, compared with gigatoken and LitGPT, and into a bucket
 	$(BIN)/python -m bench dataset $(if $(QUICK),--quick)
@@ -98,6 +98,9 @@ bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 
 bench-diagnosis: $(VENV)/.installed ## how often the diagnosis of a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench diagnosis $(if $(QUICK),--quick)
+
+bench-continue: $(VENV)/.installed ## the loss of a continued run, compared with that of an uninterrupted one
+	$(BIN)/python -m bench continue $(if $(QUICK),--quick)
 
 diagrams: $(VENV)/.installed-dev ## draw the Mermaid diagrams of the pages: MERMAID=mermaid.min.js, from `npm pack mermaid@11`
 	$(BIN)/python -m docs.diagrams $(MERMAID)
