@@ -592,7 +592,7 @@ def settings_of(
         field = model.model_fields[name]
         value = getattr(defaults, name) if isinstance(defaults, model) else field.default
         sections = list(_sections(field.annotation))
-        if not sections or value is None:
+        if not sections or value is None or isinstance(value, int):
             default, meaning = "", field.description or ""
             if name == "kind":
                 default, meaning = get_args(field.annotation)[0], model.__doc__ or ""
