@@ -164,9 +164,7 @@ def check_position(run: Run) -> Iterator[Finding]:
         for dataset in sorted(hashes):
             first = origin.first_sample(dataset, **order)
             if first:
-                what = (
-                    f"the training continues dataset {dataset} after the {first:,} samples that the weights saw"
-                )
+                what = f"the training continues dataset {dataset} after the {first:,} samples that the weights saw"
                 yield Finding("info", "model.init_from.samples", what, fix)
 
 

@@ -190,9 +190,8 @@ def samples_seen(spec: TrainingSpec, dataset: TokenDataset, done: int) -> tuple[
     for part, count in zip(parts, counts, strict=True):
         order = part.content_hash, spec.train.seed, part.length
         seen = SeenSamples(part.content_hash, spec.train.seed, part.first + count, part.length)
-        orders[order] = max(
-            seen, orders.get(order, seen)
-        )  # weights that start from the first sample may have seen more
+        # Without the optimizer's state, a run begins at the first sample, though its weights may have seen more.
+        orders[order] = max(seen, orders.get(order, seen))
     return tuple(orders.values())
 
 
