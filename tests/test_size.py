@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 39_162,
-    "launcher": 16_731,
+    "source": 39_335,
+    "launcher": 16_755,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 17_352,
-    "bench": 803,
-    "tests": 33_131,
+    "litgpt_demo": 17_501,
+    "bench": 894,
+    "tests": 33_395,
     "test data": 3_667,
 }
 

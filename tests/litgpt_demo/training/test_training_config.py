@@ -139,9 +139,9 @@ def test_steps_with_growing_batches_cover_the_same_tokens(
         return limited.samples_after(steps, steps=steps) * length
 
     limited = train(max_tokens=tokens, global_batch=stages, micro_batch=1)
-    steps = limited.steps(tokens=7, sequence_length=length)
+    steps = limited.steps(tokens=7, sequence_length=length, parameters=0)
     assert seen(steps - 1) < tokens <= seen(steps)
-    steps = train(global_batch=stages, micro_batch=1).steps(tokens=tokens, sequence_length=length)
+    steps = train(global_batch=stages, micro_batch=1).steps(tokens=tokens, sequence_length=length, parameters=0)
     assert steps == 1 or seen(steps) <= tokens
     assert tokens < seen(steps + 1)
 
