@@ -42,6 +42,13 @@ def test_no_command_is_of_a_kind_that_is_not_tested() -> None:
     assert {arguments[0] for arguments in commands()} <= {"make", "train-litgpt", "prefect", "."}
 
 
+def test_mark_of_a_block_that_is_not_run_has_a_reason() -> None:
+    """It stands directly before the block, so that none outlives its block."""
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert text.count("<!-- not run") == len(re.findall(r"^<!-- not run: \S.* -->\n```sh$", text, re.MULTILINE)), page
+
+
 def test_each_make_command_has_its_target() -> None:
     targets = set(re.findall(r"^([\w-]+):", Path("Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     targets |= {f"test-{topic.name}" for topic in Path("tests/real").iterdir() if topic.is_dir()}
