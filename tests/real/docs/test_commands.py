@@ -16,6 +16,7 @@ BEFORE = {  # on a page that shows a run that is still training
 CODES = {  # with which a page shows that a command ends
     "hang.yaml": 46,
     "name=priced": 40,
+    "model.name=Llama-3-8B": 40,
 }
 
 
