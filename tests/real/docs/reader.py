@@ -12,9 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[3]
-BLOCK = re.compile(
-    r'(?:^<!-- not run: (.+) -->\n)?^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL
-)
+BLOCK = re.compile(r'(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
 HASHED = re.compile(r"\b([a-z-]+)-[0-9a-f]{10}\b|(?<=output/runs/)RUN\b")
 PROGRAM = "$ python make_"  # other console lines of a page are git, pip and PATH
 INTERRUPT = "^C"
@@ -48,9 +46,7 @@ class Reader:
         self._environment = {**os.environ, "PREFECT_HOME": str(home), "COLUMNS": "120", "PATH": path}
         (folder / "deployments").symlink_to(CHECKOUT / "deployments")
 
-    def follow(
-        self, page: str, *, instead: dict[str, str] | None = None, codes: dict[str, int] | None = None
-    ) -> None:
+    def follow(self, page: str, *, instead: dict[str, str] | None = None, codes: dict[str, int] | None = None) -> None:
         """Write the titled blocks of a page, type its commands, and compare their output with the next block.
 
         A command in `instead` is replaced; the replacement "" leaves it out, with its output. A command that contains

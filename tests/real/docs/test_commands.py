@@ -16,7 +16,8 @@ BEFORE = {  # on a page that shows a run that is still training
 CODES = {  # with which a page shows that a command ends
     "hang.yaml": 46,
     "name=priced": 40,
-    "model.name=Llama-3-8B": 40,
+    "model.name=Llama-3-8B": 40,  # too large
+    "wandb={project: pages}": 40,  # no key
 }
 
 
