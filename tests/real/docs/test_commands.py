@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reader import BLOCK, CHECKOUT, Reader
+from reader import BLOCK, CHECKOUT, INTERRUPT, Reader
 
 RUN = ("gpt-0123456789", "output/runs/RUN", "@last")  # how a page names a finished run
-BEFORE = {  # on a page that shows a run that is still training
-    "docs/howto/manage-runs.md": "train-litgpt run deployments/configs/local.yaml train.max_steps=200 --detach",
-    "docs/howto/resume.md": "train-litgpt run deployments/configs/local.yaml --detach",
+BEFORE = {  # a page that shows a run which is still training: the command that was left at its first steps
+    "docs/howto/manage-runs.md": "train-litgpt run deployments/configs/local.yaml train.max_steps=200",
+    "docs/howto/resume.md": "train-litgpt run deployments/configs/local.yaml",
 }
+LEFT = f"━ 4/60\n{INTERRUPT}"
 CODES = {  # with which a page shows that a command ends
     "hang.yaml": 46,
     "name=priced": 40,
@@ -70,5 +71,5 @@ def test_page_shows_output_of_its_commands(
     shutil.copytree(materials, tmp_path, dirs_exist_ok=True, ignore=unneeded)
     reader = Reader(tmp_path, prefect_home())
     if page in BEFORE:
-        reader.type(BEFORE[page])
+        reader.type(BEFORE[page], LEFT)
     reader.follow(page, codes=CODES)
