@@ -12,7 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[3]
-BLOCK = re.compile(r'(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r'(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL
+)
 HASHED = re.compile(r"\b([a-z-]+)-[0-9a-f]{10}\b|(?<=output/runs/)RUN\b")
 PROGRAM = "$ python make_"  # other console lines of a page are git, pip and PATH
 INTERRUPT = "^C"
