@@ -57,7 +57,8 @@ def materials(tmp_path_factory: pytest.TempPathFactory, prefect_home: Callable[[
     shutil.copytree(dataset, reader.folder / "mine")
     shutil.copy(dataset / "tokenizer" / "tokenizer.json", reader.folder / "mine")
     shutil.rmtree(dataset)
-    reader.type("train-litgpt run deployments/configs/local.yaml name=gpt train.max_steps=20 train.warmup_steps=2")
+    short = "platform.nodes=1 train.max_steps=20 train.warmup_steps=2"
+    reader.type(f"train-litgpt run deployments/configs/local.yaml name=gpt {short}")
     (reader.folder / "deployments").unlink()
     return reader.folder
 
