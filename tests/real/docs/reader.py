@@ -16,6 +16,7 @@ BLOCK = re.compile(
     r'(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL
 )
 HASHED = re.compile(r"\b([a-z-]+)-[0-9a-f]{10}\b|(?<=output/runs/)RUN\b")
+LINKED = ("deployments", "examples")  # folders of the checkout that pages name
 PROGRAM = "$ python make_"  # other console lines of a page are git, pip and PATH
 INTERRUPT = "^C"
 HAS_SCORES = find_spec("lm_eval") is not None
@@ -46,7 +47,8 @@ class Reader:
         self.folder, self.printed = folder, dict[str, str]()
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self._environment = {**os.environ, "PREFECT_HOME": str(home), "COLUMNS": "120", "PATH": path}
-        (folder / "deployments").symlink_to(CHECKOUT / "deployments")
+        for name in LINKED:
+            (folder / name).symlink_to(CHECKOUT / name)
 
     def follow(self, page: str, *, instead: dict[str, str] | None = None, codes: dict[str, int] | None = None) -> None:
         """Write the titled blocks of a page, type its commands, and compare their output with the next block.

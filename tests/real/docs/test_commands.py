@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reader import BLOCK, CHECKOUT, INTERRUPT, Reader
+from reader import BLOCK, CHECKOUT, INTERRUPT, LINKED, Reader
 
 RUN = ("gpt-0123456789", "output/runs/RUN", "@last")  # how a page names a finished run
 BEFORE = {  # a page that shows a run which is still training: the command that was left at its first steps
@@ -59,7 +59,6 @@ def materials(tmp_path_factory: pytest.TempPathFactory, prefect_home: Callable[[
     shutil.rmtree(dataset)
     short = "platform.nodes=1 train.max_steps=20 train.warmup_steps=2"
     reader.type(f"train-litgpt run deployments/configs/local.yaml name=gpt {short}")
-    (reader.folder / "deployments").unlink()
     return reader.folder
 
 
@@ -67,9 +66,8 @@ def materials(tmp_path_factory: pytest.TempPathFactory, prefect_home: Callable[[
 def test_page_shows_output_of_its_commands(
     page: str, materials: Path, tmp_path: Path, prefect_home: Callable[[], Path]
 ) -> None:
-    needs_run = any(name in PAGES[page] for name in RUN)
-    unneeded = shutil.ignore_patterns() if needs_run else shutil.ignore_patterns("output")
-    shutil.copytree(materials, tmp_path, dirs_exist_ok=True, ignore=unneeded)
+    unneeded = LINKED if any(name in PAGES[page] for name in RUN) else (*LINKED, "output")
+    shutil.copytree(materials, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*unneeded))
     reader = Reader(tmp_path, prefect_home())
     if page in BEFORE:
         reader.type(BEFORE[page], LEFT)
