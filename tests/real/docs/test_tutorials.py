@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reader import CHECKOUT, HAS_SCORES, Reader
+from page_reader import CHECKOUT, HAS_SCORES, Reader
 
 from launcher.runs.run import RunManifest
 from litgpt_demo.documents import read_manifest

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[3]
+CHECKOUT = Path(__file__).parents[1]
 BLOCK = re.compile(
     r'(?:^<!-- not run: ([^\n]+) -->\n)?^```(\w+)(?: title="([^"]+)")?\n(.*?)^```', re.MULTILINE | re.DOTALL
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from reader import BLOCK, CHECKOUT, INTERRUPT, LINKED, Reader
+from page_reader import BLOCK, CHECKOUT, INTERRUPT, LINKED, Reader
 
 RUN = ("gpt-0123456789", "output/runs/RUN", "@last")  # how a page names a finished run
 BEFORE = {  # a page that shows a run which is still training: the command that was left at its first steps
