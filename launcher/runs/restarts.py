@@ -103,13 +103,13 @@ class RestartPolicy:
         if spent > (rule.attempts or 0):
             if not rule.attempts and getattr(RestartSettings(), _setting(fault)).attempts == 0:
                 return Decision()  # the class has no budget by default, and its diagnosis has the advice
-            ended = f"{spent} attempts ended so"
+            ended = "attempts that ended so"
             if rule.reset_on_progress:
                 ended += " without a new checkpoint"
             limit = f"{self.section}max_restarts"
             if getattr(self.settings, _setting(fault)).attempts is not None:
                 limit = f"{self.section}restart_policy.{_setting(fault)}.attempts"
-            why = f"no new attempt is left after {fault}: {ended}, and {limit}={rule.attempts}"
+            why = f"no new attempt is left after {fault}: {ended}: {spent}, and {limit}={rule.attempts}"
             return Decision(why=f"{why}; {_HELPS.get(fault, ADVICE[fault])}, or raise {limit}")
         if not spent:  # an attempt that costs no budget must not restart without a pause
             why = f"the attempt ended as {fault}, and left a new checkpoint"
