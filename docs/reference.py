@@ -149,7 +149,8 @@ def metrics() -> str:
         table("kind", "meaning", rows=[(f"`{kind}`", sentence(meaning)) for kind, meaning in ROW_KINDS.items()]),
         "## Columns",
         table("column", "unit", "kinds of rows", "in metrics.csv", "meaning", rows=rows),
-        "For a mixture, rows also have `tokens.SOURCE`, `loss.SOURCE` and `validation_loss.SOURCE` of each source. "
+        "For a mixture, rows also have `tokens.SOURCE`, `loss.SOURCE`, `validation_loss.SOURCE` and "
+        "`bits_per_byte.SOURCE` of each source. "
         "`loss.SOURCE` is the mean since the last row.",
         _MFU,
     )

@@ -70,6 +70,10 @@ COLUMNS = {
     "grad_norm": Column(float, "step", "Norm of the gradient of the whole batch, before clipping.", in_csv=True),
     "validation_loss": Column(float, "evaluation", "Loss on the validation samples.", "nats per token", in_csv=True),
     "perplexity": Column(float, "evaluation", "The exponential of `validation_loss`.", in_csv=True),
+    "bits_per_byte": Column(
+        float, "evaluation", "That loss per byte of text. It compares models with different tokenizers.", "bits",
+        in_csv=True,
+    ),
     "tokens_per_second": Column(
         float, "step", "Rate of the whole job, without evaluations and saves.", "tokens/s", in_csv=True
     ),

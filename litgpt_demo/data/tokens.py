@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -95,6 +96,32 @@ def load_tokenizer(settings: TokenizerFile | LitgptTokenizer | HubTokenizer) -> 
         ) from error
     files |= {name: storage.read(name) for name in _COMPANIONS if storage.exists(name)}
     return assemble(files, origin=settings.path, end_of_text=end_of_text)
+
+
+def bytes_of_tokens(path: Path) -> npt.NDArray[np.int32]:
+    """Return the bytes of text that each id of a tokenizer.json stands for.
+
+    A special token stands for none, and a piece of a character, such as one byte of an emoji, for its own bytes.
+    """
+    import numpy as np
+    from tokenizers import Tokenizer as HfTokenizer
+
+    definition = json.loads(path.read_text("utf-8"))
+    added = {token["id"]: token["special"] for token in definition["added_tokens"]}
+    # A byte-level tokenizer writes each byte as one character; others write a space as U+2581, and a byte as <0xE2>.
+    by_bytes = '"ByteLevel"' in json.dumps([definition["pre_tokenizer"], definition["decoder"]])
+    vocabulary = HfTokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    sizes = np.zeros(1 + max(vocabulary.values()), dtype=np.int32)
+    for text, number in vocabulary.items():
+        if added.get(number):
+            continue
+        if by_bytes and number not in added:
+            sizes[number] = len(text)
+        elif re.fullmatch("<0x[0-9A-F]{2}>", text):
+            sizes[number] = 1
+        else:
+            sizes[number] = len(text.replace("\u2581", " ").encode())
+    return sizes
 
 
 def _from_hub(settings: HubTokenizer) -> dict[str, bytes]:

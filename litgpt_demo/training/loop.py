@@ -182,13 +182,16 @@ class Loop:
 
     def _evaluate(self) -> float:
         began = monotonic()
-        validation_loss, by_source = evaluate(self._training, done=self.done)
+        mean, by_source = evaluate(self._training, done=self.done)
+        validation_loss = mean.loss
         if not math.isfinite(validation_loss):  # it is of weights, not of a batch: no update can be left out
             raise UserError(f"the validation loss of step {self.done} is {validation_loss}. {self._advice()}")
         seconds = monotonic() - began
         self._report.pause(seconds)
         figures = {"validation_loss": validation_loss, "perplexity": perplexity(validation_loss)}
-        figures |= {f"validation_loss.{source}": loss for source, loss in by_source.items()}
+        figures["bits_per_byte"] = mean.bits_per_byte
+        for source, split in by_source.items():
+            figures |= {f"validation_loss.{source}": split.loss, f"bits_per_byte.{source}": split.bits_per_byte}
         self._report.row(kind="evaluation", step=self.done, **figures, seconds=round(seconds, 2))
         return validation_loss
 

@@ -31,6 +31,7 @@ from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
 from litgpt_demo.data.batches import SampleIds, open_samples, rank_slice, sample_ids_for_step
 from litgpt_demo.data.dataset import DatasetManifest, TokenDataset, open_dataset
+from litgpt_demo.data.tokens import bytes_of_tokens
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.heartbeat import Heartbeat
 from litgpt_demo.models.model import LossGPT, initialise, litgpt_config
@@ -130,6 +131,13 @@ class Data:
     manifest: DatasetManifest
     train: TokenDataset
     validation: TokenDataset
+    tokenizer: Path
+    """Its tokenizer.json."""
+
+    @cached_property
+    def bytes_of_tokens(self) -> Tensor:
+        """The bytes of text of each id."""
+        return torch.from_numpy(bytes_of_tokens(self.tokenizer))
 
 
 def open_data(spec: TrainingSpec, folder: Path) -> Data:
@@ -138,7 +146,8 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
         what = f"{folder} is the dataset {manifest.content_hash}, but this run was made for {spec.dataset_hash}"
         raise DataError(what, fix="stage that one")
     opened = partial(open_samples, spec, folder, manifest)
-    return Data(manifest=manifest, train=opened("train"), validation=opened("validation"))
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    return Data(manifest=manifest, train=opened("train"), validation=opened("validation"), tokenizer=tokenizer)
 
 
 class BatchLoader:

@@ -174,12 +174,29 @@ class MetricReducer:
         return event
 
 
+class SplitLoss(NamedTuple):
+    """The loss on the validation samples of one source, or of all of them by their shares."""
+
+    loss: float
+    """Nats per token."""
+    bytes_per_token: float
+    """Bytes of text that a token stands for, on average."""
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Return the loss per byte of text, which compares models with different tokenizers; NaN without text."""
+        if not self.bytes_per_token:
+            return math.nan
+        return self.loss / math.log(2) / self.bytes_per_token
+
+
 @torch.no_grad()
-def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]:
+def evaluate(training: Training, *, done: int) -> tuple[SplitLoss, dict[str, SplitLoss]]:
     """Return the mean validation loss, weighted by the sources' shares, and that of each source by its name."""
     fabric, train, windows = training.fabric, training.spec.train, training.data.validation
     sources = validation_sources(windows, train.evaluation_samples)
-    sums = torch.zeros(len(sources), dtype=torch.float64, device=fabric.device)
+    sums = torch.zeros(2, len(sources), dtype=torch.float64, device=fabric.device)
+    sizes = training.data.bytes_of_tokens.to(fabric.device)
     training.model.eval()
     for index, source in enumerate(sources):
         numbers = source.sample_ids[fabric.global_rank :: fabric.world_size]
@@ -189,10 +206,15 @@ def evaluate(training: Training, *, done: int) -> tuple[float, dict[str, float]]
             training.heart.beat(done, "evaluating", max_silence=limit)
             part = numbers[start : start + train.micro_batch]
             samples = read_samples(windows, part if len(part) else source.sample_ids[:1], fabric.device)
-            sums[index] += training.model(*to_device(samples, fabric.device)).double() * len(part)
+            inputs, targets = to_device(samples, fabric.device)
+            sums[0, index] += training.model(inputs, targets).double() * len(part)
+            sums[1, index] += sizes[targets[: len(part)]].sum()
     training.model.train()
     if fabric.world_size > 1:
         dist.all_reduce(sums)
-    losses = [total / len(source.sample_ids) for total, source in zip(sums.tolist(), sources, strict=True)]
-    by_source = {source.name: loss for source, loss in zip(sources, losses, strict=True) if source.name}
-    return weighted_mean(sources, losses), by_source
+    counts = [len(source.sample_ids) for source in sources]
+    losses = [total / count for total, count in zip(sums[0].tolist(), counts, strict=True)]
+    bytes_per_token = [total / count / windows.length for total, count in zip(sums[1].tolist(), counts, strict=True)]
+    of_sources = map(SplitLoss, losses, bytes_per_token)
+    by_source = {source.name: split for source, split in zip(sources, of_sources, strict=True) if source.name}
+    return SplitLoss(weighted_mean(sources, losses), weighted_mean(sources, bytes_per_token)), by_source

@@ -207,6 +207,10 @@ def test_mixture_trains_alike_on_any_ranks_and_after_a_kill(
     # Of the run's samples 75 % and then 20 % are ids.
     mean = 0.475 * evaluated["validation_loss.ids"] + 0.525 * evaluated["validation_loss.prose"]
     assert evaluated["validation_loss"] == pytest.approx(mean, rel=1e-6)
+    # Bytes per token are weighted as the losses are.
+    sizes = [evaluated[f"validation_loss.{name}"] / evaluated[f"bits_per_byte.{name}"] for name in ("ids", "prose")]
+    bits = mean / (0.475 * sizes[0] + 0.525 * sizes[1])
+    assert evaluated["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     final = export(open_storage(str(runs["four"])))  # one process suffices
     assert final.validation_windows == 2 * 7
     assert (final.logits_difference, final.huggingface is not None) == (0, True)

@@ -16,9 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Metaspace
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, TokenizerFile, TrainedTokenizer
-from litgpt_demo.data.tokens import END_OF_TEXT, Encoder, TokenizerFiles, assemble, load_tokenizer, train_tokenizer
+from litgpt_demo.data.tokens import (
+    END_OF_TEXT,
+    Encoder,
+    TokenizerFiles,
+    assemble,
+    bytes_of_tokens,
+    load_tokenizer,
+    train_tokenizer,
+)
 from litgpt_demo.errors import DataError, UserError
 
 VOCABULARY = 400
@@ -93,6 +103,29 @@ def test_ids_are_hugging_faces_and_no_text_forges_end_of_text(tokenizer: Tokeniz
     assert lengths.tolist() == [len(document) + 1 for document in expected]
     decoder = hugging_face(tokenizer.files)
     assert [decoder.decode(document, skip_special_tokens=False) for document in expected] == documents
+
+
+def sentencepiece() -> HfTokenizer:
+    """A tokenizer as Llama's: a space is U+2581, and a byte of a character that it has no id for is an id itself."""
+    alphabet = {letter: number for number, letter in enumerate([*"abcdefgh", "\u2581", "ab", "ü"])}
+    alphabet |= {f"<0x{byte:02X}>": len(alphabet) + byte for byte in range(256)}
+    made = HfTokenizer(BPE(vocab=alphabet, merges=[("a", "b")], byte_fallback=True))
+    made.pre_tokenizer = Metaspace(prepend_scheme="never")
+    made.add_special_tokens([END_OF_TEXT])
+    return made
+
+
+@settings(max_examples=80)
+@given(text=PIECES.filter(lambda text: "\u2581" not in text), kind=st.sampled_from(["byte-level", "sentencepiece"]))
+def test_bytes_of_tokens_add_up_to_those_of_the_text(
+    tokenizer: TokenizerFiles, tmp_path_factory: pytest.TempPathFactory, text: str, kind: str
+) -> None:
+    made = sentencepiece() if kind == "sentencepiece" else hugging_face(tokenizer.files)
+    path = tmp_path_factory.getbasetemp() / f"{kind}.json"
+    made.save(str(path))
+    ids, sizes = made.encode(text, add_special_tokens=False).ids, bytes_of_tokens(path)
+    assert sizes[ids].sum() == len(text.replace(END_OF_TEXT, "").encode())
+    assert sizes[made.token_to_id(END_OF_TEXT)] == 0
 
 
 def test_added_tokens_are_used_as_hugging_face_uses_them(tokenizer: TokenizerFiles) -> None:
