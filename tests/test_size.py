@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 39_400,
+    "source": 39_403,
     "launcher": 16_755,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 17_566,
+    "litgpt_demo": 17_569,
     "bench": 894,
-    "tests": 33_535,
+    "tests": 33_538,
     "test data": 3_667,
 }
 

@@ -232,9 +232,12 @@ def train_tokenizer(
     tokenizer.pre_tokenizer = byte_level  # encoding takes a word of any length in linear time, and as GPT-2 does
     size = tokenizer.get_vocab_size()
     if size < settings.vocab_size:
+        more = f"raise data.tokenizer.sample_bytes={settings.sample_bytes}"
+        if seen < settings.sample_bytes:
+            more = "take a corpus with more text"
         raise DataError(
-            f"data.tokenizer.vocab_size={settings.vocab_size}: the sample has only enough different text for {size} "
-            f"tokens; lower it to {size}, or take more text (data.tokenizer.sample_bytes={settings.sample_bytes})"
+            f"data.tokenizer.vocab_size={settings.vocab_size}: the sample of {seen:,} bytes has only enough different "
+            f"text for {size} tokens; lower it to {size}, or {more}"
         )
     return assemble({"tokenizer.json": tokenizer.to_str(pretty=True).encode()}, origin="the trained tokenizer")
 

@@ -80,8 +80,11 @@ def test_trained_tokenizer_has_the_set_number_of_ids(
     assert json.loads(tokenizer.files["tokenizer_config.json"])["eos_token"] == END_OF_TEXT
     settings = TrainedTokenizer(kind="train", vocab_size=300, sample_bytes=10_000)
     assert train_tokenizer(settings, TEXT).hash == train_tokenizer(settings, [TEXT[0][:10_000]]).hash
-    with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for (\d+).*sample_bytes"):
-        train_tokenizer(TrainedTokenizer(kind="train", vocab_size=5000), ["a few words"])
+    few = TrainedTokenizer(kind="train", vocab_size=5000)
+    with pytest.raises(DataError, match=r"vocab_size=5000: .* only enough different text for \d+ .* with more text"):
+        train_tokenizer(few, ["a few words"])
+    with pytest.raises(DataError, match=r"the sample of 12 bytes .* raise data\.tokenizer\.sample_bytes=9"):
+        train_tokenizer(few.model_copy(update={"sample_bytes": 9}), ["a few ", "words ", "more"])
 
 
 PIECES = st.one_of(
