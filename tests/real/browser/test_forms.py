@@ -117,11 +117,11 @@ def test_form_refuses_a_wrong_value_at_its_field(
         [deployment for deployment in client.read_deployments() if deployment.name == "local"],
     )
     page.goto(f"{served.ui}/deployments/deployment/{deployment.id}/run")
-    page.locator("label", has_text="Others").wait_for()  # of the last section
+    page.locator("label", has_text="Max Usd").wait_for()  # of the last section
     labels = page.locator("label").all_inner_texts()
     titles = [label.removesuffix(" (Optional)") for label in labels]
     assert titles[titles.index("Run Name") + 1] == "overrides"
-    assert {"Node FailureClass", "Network FailureClass", "Wandb"} <= {*titles}
+    assert {"Node Fault", "Network Fault", "Wandb"} <= {*titles}
     assert not {"New attempts", "Field", "Sweep"} & {*titles}
     page.get_by_label("Learning Rate (Optional)", exact=True).fill("-1")
     page.get_by_role("button", name="Submit").click()
