@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from litgpt_demo import catalogue
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.errors import UserError
+from litgpt_demo.models.attention import Attention, LatentAttention, attention_masks
 from litgpt_demo.models.estimates import has_window
 from litgpt_demo.models.loss import Workspace, projected_cross_entropy
 
@@ -95,15 +96,17 @@ def _draw(weight: Tensor, std: float, seed: int, name: str, piece: int) -> None:
 class LossGPT(GPT):  # type: ignore[misc]
     """A GPT that, given targets, returns the mean loss: in `forward`, so that wrappers (DDP, FSDP) see one call."""
 
-    def __init__(self, config: Config, *, z_loss: float = 0.0) -> None:
+    def __init__(self, config: Config, *, z_loss: float = 0.0, end_of_text: int | None = None) -> None:
+        """With an id of `end_of_text`, attention stays within the documents of a sample."""
         super().__init__(config)
-        self._z_loss = z_loss
+        self._z_loss, self._end_of_text = z_loss, end_of_text
         self.workspace = Workspace()
         self.per_token_loss_out: Tensor | None = None
         """A tensor for the loss of each token of the next pass, in the order of the targets; None if not wanted."""
-        self._windowed = [has_window(config, layer) for layer in range(config.n_layer)]
-        for block in self.transformer.h:  # LitGPT 0.5.13 fills a mask row by row, in each layer. `body` makes one.
-            block.attn.apply_sliding_window_attention = False
+        layers = range(config.n_layer)
+        self._windows = [config.sliding_window_size if has_window(config, layer) else None for layer in layers]
+        for block in self.transformer.h:  # as FSDP2 does it: the weights, once drawn, and their names stay
+            block.attn.__class__ = LatentAttention if config.latent_attention else Attention
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits.
@@ -127,21 +130,21 @@ class LossGPT(GPT):  # type: ignore[misc]
 
     def body(self, idx: Tensor) -> Tensor:
         """Compute GPT.forward up to the output projection, without a KV cache."""
-        length, indices, window = idx.size(1), self.config.rope_indices, self.config.sliding_window_size
+        length, indices = idx.size(1), self.config.rope_indices
         cos, sin = self.cos[:length].unsqueeze(0), self.sin[:length].unsqueeze(0)
-        hidden, dtype, mask = self.transformer.wte(idx), None, None
+        hidden, dtype = self.transformer.wte(idx), None
         if torch.is_autocast_enabled(hidden.device.type):
             dtype = torch.get_autocast_dtype(hidden.device.type)
             hidden = hidden.float()  # the residual stream stays precise even if FSDP gathered the table in bfloat16
         if self.config.scale_embeddings:
             hidden = hidden * torch.tensor(self.config.n_embd**0.5, dtype=hidden.dtype)
-        if any(self._windowed) and window < length:
-            seen = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril().triu(1 - window)
-            mask = torch.zeros_like(seen, dtype=dtype or hidden.dtype).masked_fill(~seen, -math.inf)
-        for number, block in enumerate(self.transformer.h):
+        masks = attention_masks(
+            self.config, idx, windows=self._windows, end_of_text=self._end_of_text, dtype=dtype or hidden.dtype
+        )
+        for number, (block, mask) in enumerate(zip(self.transformer.h, masks, strict=True)):
             rotary = (cos, sin)
             if indices is not None:
                 rotary = cos[..., indices[number]], sin[..., indices[number]]
-            hidden = block(hidden, *rotary, mask if self._windowed[number] else None)
+            hidden = block(hidden, *rotary, mask)
         normed: Tensor = self.transformer.ln_f(hidden)
         return normed
