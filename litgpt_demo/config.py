@@ -728,6 +728,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     z_loss: ShapesModel[float] = Field(0.0, ge=0)
     """The weight of log(Z)^2 in the loss that is trained, where Z normalises the probabilities of a token. It keeps the
     logits small: 1e-4 is usual. Losses are reported without it. 0 leaves it out."""
+    attention: ShapesModel[Literal["causal", "documents"]] = "causal"
+    """The earlier tokens that a token sees. With `causal` it sees all of its sample, also of other documents. With
+    `documents` it sees those of its own document. The dataset is the same."""
     precision: ShapesModel[Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]] = "bf16-mixed"
     """Lightning Fabric's precision. `-mixed` computes in 16 bits with weights of 32. `-true` has one type for both."""
     strategy: TunesRun[Literal["auto", "ddp", "fsdp", "hybrid"]] = "auto"
@@ -855,6 +858,10 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         if steps is not None and profiler is not None and profiler.numbers.start > steps:
             raise ValueError(f"train.profiler.steps={profiler.steps} begin after train.max_steps={steps}; lower them")
         return self
+
+    def attention_end(self, end_of_text: int) -> int | None:
+        """Return the id that ends what a token sees, of a dataset with this `end_of_text`; None if no id does."""
+        return end_of_text if self.attention == "documents" else None
 
     def steps(self, *, tokens: int, sequence_length: int, parameters: int) -> int:
         """Return the optimizer steps of a model of `parameters` for a training split of `tokens` tokens."""

@@ -20,6 +20,7 @@ from litgpt_demo.data.dataset import (
     PlannedDataset,
     plan_dataset,
     preview_dataset,
+    require_document_ends,
     require_sample,
 )
 from litgpt_demo.documents import FileRecord
@@ -135,7 +136,7 @@ def steps_of(config: RunConfig, *, tokens: int | None, vocab_size: int | None) -
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     """Return the settings for the nodes. Raises UserError if a split is too short for a sample, or the run for its
-    warm-up."""
+    warm-up, or if documents have no ends to attend within."""
     config = run.config
     for split, name in ((dataset.train, "the training split"), (dataset.validation, "the validation split")):
         where = f"{name} of {run.root.address(run.dataset.path)}"
@@ -143,6 +144,12 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
     for source in dataset.mixture.sources if dataset.mixture else ():
         where = f"the smaller split of {source.name}, of data.mixture,"
         require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
+    if config.train.attention == "documents":
+        counts = {"the training split": dataset.train.documents}
+        if dataset.mixture is not None:
+            counts = {f"{source.name}, of data.mixture,": source.documents for source in dataset.mixture.sources}
+        for where, documents in counts.items():
+            require_document_ends(documents, end_of_text=dataset.end_of_text, where=where)
     steps = steps_of(config, tokens=dataset.train.tokens, vocab_size=dataset.vocab_size)
     assert steps is not None
     steps_text = f"the run's {steps} steps"

@@ -63,6 +63,8 @@ class Ingredient(Settings):
     """Tokens of its validation split."""
     text_bytes: int = 0
     """Bytes of the text of both; 0 where they are not known."""
+    documents: int = 0
+    """End-of-text ids of its training split."""
 
 
 class Mixture(Settings):
@@ -262,6 +264,14 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
             f"{where} has {tokens} tokens, but one sample of model.sequence_length={length} needs {length + 1}; "
             "take more text, a larger data.validation_fraction if this is the validation split, or shorter sequences"
         )
+
+
+def require_document_ends(documents: int, *, end_of_text: int, where: str) -> None:
+    """Raise UserError if a training split has no end-of-text id, so that attention would never end at one."""
+    if not documents:
+        what = f"{where} never has the id {end_of_text}, the tokenizer's end-of-text"
+        fix = "write that id after each document, name the token that ends them as the tokenizer's end-of-text, or "
+        raise UserError(f"train.attention=documents finds no document: {what}", fix=f"{fix}set train.attention=causal")
 
 
 def stage(address: str, scratch: Path, *, train: bool = True) -> Path:

@@ -223,6 +223,7 @@ def _mix(planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, rep
                 train=manifest.train.tokens,
                 validation=manifest.validation.tokens,
                 text_bytes=manifest.text_bytes,
+                documents=manifest.train.documents,
             )
         )
     tokenizer = planned.tokenizer

@@ -31,6 +31,12 @@ _EAGER = (
     "`train-litgpt generate`."
 )
 
+_DOCUMENTS = (
+    "The model was trained with attention within documents: no token saw another document of its sample. The "
+    "validation loss is measured so too. transformers and LitGPT attend to all tokens that they are given, also where "
+    "tasks are scored, so give them one document at a time."
+)
+
 
 def cost_of(run: Storage) -> Cost | None:
     """Return what the run's attempts have cost; None where its machines have no list price or no node reported."""
@@ -129,6 +135,7 @@ def _card(
         "## Use",
         _fenced(usage("", final, huggingface=proof is not None), "python"),
         _EAGER if proof is not None and proof.attention == "eager" else "",
+        _DOCUMENTS if spec.train.attention == "documents" else "",
         "## Data",
         _table(
             ("Corpus", ", ".join(mixed or (f"{name}: {value}" for name, value in corpus.items() if value is not None))),

@@ -202,7 +202,9 @@ def make(
     inputs = probe_batch(windows, config.sliding_window_size)
     own = trainer_logits(config, shards, inputs, kind=kind)
     texts = Texts(tokenizer / "tokenizer.json", inputs)
-    final: FinalManifest = opened_by_litgpt(target, own, texts, windows, spec, checkpoint)
+    final: FinalManifest = opened_by_litgpt(
+        target, own, texts, windows, spec, checkpoint, spec.train.attention_end(dataset.end_of_text)
+    )
     proof, shortcoming, target = None, "", scratch / HUGGINGFACE
     if model is None:
         parts = f"{config.name or 'this'} with {config.norm_class_name} and {config.mlp_class_name}"

@@ -122,6 +122,15 @@ def _losses(model: Any, validation: TokenDataset, numbers: SampleIds) -> list[fl
     return losses
 
 
+def _within_documents(model: Any, end_of_text: int) -> LossGPT:
+    """Return the trainer's model with the weights of LitGPT's, which are not copied."""
+    with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
+        masked = LossGPT(model.config, end_of_text=end_of_text)
+    masked.load_state_dict(model.state_dict(), assign=True)
+    masked.eval()
+    return masked
+
+
 @torch.no_grad()
 def opened_by_litgpt(
     folder: Path,
@@ -130,8 +139,12 @@ def opened_by_litgpt(
     validation: TokenDataset,
     spec: TrainingSpec,
     checkpoint: CheckpointManifest,
+    end_of_text: int | None,
 ) -> FinalManifest:
-    """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write."""
+    """Open a folder by `litgpt.LLM.load`, compare with `own` logits and the trainer's loss, and let it write.
+
+    The loss is computed as the trainer did: with an id of `end_of_text`, attention stays within documents.
+    """
     from litgpt import LLM
 
     # Maps the file and reads no weights. LitGPT 0.5 executes pickled code in it, whatever torch's settings are.
@@ -152,7 +165,8 @@ def opened_by_litgpt(
     sources = validation_sources(validation, trainers_windows)
     affordable = int(_FORWARD_FLOPS / (2 * parameters * validation.length)) // len(sources)
     windows = max(1, min(trainers_windows, affordable))  # of each source
-    losses = [_losses(llm.model, validation, source.sample_ids[:windows]) for source in sources]
+    model = llm.model if end_of_text is None else _within_documents(llm.model, end_of_text)
+    losses = [_losses(model, validation, source.sample_ids[:windows]) for source in sources]
     loss = weighted_mean(sources, map(fmean, losses))
     trainers_loss = checkpoint.validation_loss
     if trainers_loss is not None and windows >= trainers_windows:
@@ -172,7 +186,7 @@ def opened_by_litgpt(
     options: Any = {"temperature": 0.8, "top_k": 50, "eos_id": llm.preprocessor.tokenizer.eos_id}
     written = [*sampled(llm.model, ids, length=min(room, len(ids) + new), **options)]
     sample = str(llm.preprocessor.decode(torch.tensor(written)))
-    del llm
+    del llm, model
     _trim_malloc()
     return FinalManifest(
         run=spec.run,

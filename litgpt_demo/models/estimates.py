@@ -201,8 +201,7 @@ def memory(
         "selective": int(config.n_layer + 1) * entry + sum(products),
         "full": int(config.n_layer + 1) * entry,
     }[train.activation_checkpointing]
-    windowed = any(has_window(config, layer) and config.sliding_window_size < length for layer in layers)
-    mask = multiplied * length**2 if windowed else 0  # all windows of a pass share one
+    mask = multiplied * _mask_numbers(config, train, length=length, device=device)
     activations = tokens * kept + mask
 
     # The loss (models.loss) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
@@ -251,6 +250,20 @@ def network_bytes_per_step(config: Any, train: TrainConfig, *, world_size: int, 
     return passes * (gathered + 4) * count * (world_size - 1) / world_size
 
 
+def _mask_numbers(config: Any, train: TrainConfig, *, length: int, device: str) -> int:
+    """Return the numbers of the masks of a pass (models.attention), which all layers of one kind share."""
+    capped = config.attention_logit_softcapping is not None
+    if device != "cpu" and not capped:
+        return 0  # FlexAttention computes them
+    layers = range(config.n_layer)
+    masks = {has_window(config, layer) and config.sliding_window_size < length for layer in layers}
+    if train.attention == "documents":
+        return len(masks) * train.micro_batch * length**2
+    if not capped:
+        masks.discard(False)  # causal attention needs none
+    return len(masks) * length**2
+
+
 def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, stored: int) -> tuple[int, int]:
     """Return the bytes per token that autograd keeps of one block: inputs of norms, products, attention and
     nonlinearities; and only those of the products' and the attention's outputs."""
@@ -267,9 +280,8 @@ def _kept_of_block(config: Any, layer: int, length: int, *, multiplied: int, sto
     else:
         queries, keys = config.n_head * config.head_size, config.n_query_groups * config.head_size
         attended = 2 * queries + 2 * keys
-        # Queries and keys after rotation, values, what comes out. Values are a view of the product unless they are
-        # repeated, and so keep all of it.
-        total += multiplied * (6 * queries if keys == queries else 4 * queries)
+        # Queries and keys after rotation, what comes out, and the product: values are a view of it, and keep all of it.
+        total += multiplied * 3 * (queries + keys)
         if config.norm_qk:
             total += 4 * (queries + keys) * (2 if rms else 1)
     if config.attention_logit_softcapping is not None:

@@ -288,7 +288,7 @@ def set_up(spec: TrainingSpec, data: Data, fabric: Fabric, run: Storage, scratch
     # sharding.
     sharded = isinstance(fabric.strategy, ModelParallelStrategy)
     with fabric.init_module(empty_init=sharded):
-        model = LossGPT(config, z_loss=train.z_loss)
+        model = LossGPT(config, z_loss=train.z_loss, end_of_text=train.attention_end(data.manifest.end_of_text))
     model.max_seq_length = spec.model.sequence_length
     if not sharded:
         initialise(model, seed=train.seed)

@@ -64,7 +64,8 @@ SMALL = {
 
 def measured(config: Any, train: TrainConfig, length: int) -> int:
     """Most bytes of tensors at once in the second step, as torch's own tracker sees every operator's results."""
-    model = LossGPT(Config(**{name: getattr(config, name) for name in Config.__dataclass_fields__}))
+    fields = {name: getattr(config, name) for name in Config.__dataclass_fields__}
+    model = LossGPT(Config(**fields), end_of_text=train.attention_end(0))
     model.to(torch.bfloat16 if train.precision == "bf16-true" else torch.float32)
     model.max_seq_length = length
     apply_float8_ac_compile(model, train.model_copy(update={"precision": "32-true"}), torch.device("cpu"))
@@ -90,20 +91,24 @@ WINDOWED = {"sliding_window_size": 64, "sliding_window_indices": [1, 1]}
 
 
 @pytest.mark.parametrize(
-    ("precision", "recompute", "length", "windows"),
-    [("32-true", "full", 128, {}), ("bf16-mixed", "selective", 128, {}), ("bf16-mixed", "none", 1536, WINDOWED)],
+    ("device", "length", "settings", "windows"),
+    [
+        ("cuda", 128, {"precision": "32-true", "activation_checkpointing": "full"}, {}),
+        ("cuda", 128, {"activation_checkpointing": "selective"}, {}),
+        ("cpu", 1536, {}, WINDOWED),
+        ("cpu", 512, {"precision": "32-true", "attention": "documents"}, WINDOWED),
+    ],
 )
 def test_the_memory_of_a_step_is_about_what_is_measured(
-    precision: str, recompute: str, length: int, windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    device: str, length: int, settings: dict[str, Any], windows: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """That of a CPU if it has masks: on a GPU there are none."""
     # As on a GPU, where nothing is kept for the next step.
     monkeypatch.setattr(Workspace, "of", lambda room, name, *shape, **where: torch.empty(shape, **where))
-    train = TrainConfig.model_validate(
-        {"global_batch": max(1, 512 // length), "micro_batch": max(1, 512 // length), "precision": precision,
-         "activation_checkpointing": recompute}
-    )  # fmt: skip
+    samples = max(1, 512 // length)
+    train = TrainConfig.model_validate({"global_batch": samples, "micro_batch": samples} | settings)
     config = completed("Llama-3.2-1B", SMALL | windows, length=length)
-    estimate = estimates.memory(config, train, length=length, world_size=1).total
+    estimate = estimates.memory(config, train, length=length, world_size=1, device=device).total
     assert estimate == pytest.approx(measured(config, train, length), rel=0.1)
 
 

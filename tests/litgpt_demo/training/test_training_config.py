@@ -167,7 +167,7 @@ DEFAULTS = {
     "global_batch": 512, "max_steps": None, "max_tokens": None, "tokens_per_parameter": None, "learning_rate": 6e-4,
     "min_learning_rate": None, "schedule": "cosine", "warmup_steps": 100, "decay_steps": 0.2, "decay_shape": "linear",
     "weight_decay": 0.1, "betas": (0.9, 0.95), "clip_norm": 1.0, "precision": "bf16-mixed", "float8": False,
-    "seed": 1337, "z_loss": 0.0, "weight_average": None,
+    "seed": 1337, "z_loss": 0.0, "weight_average": None, "attention": "causal",
 }  # fmt: skip
 
 
