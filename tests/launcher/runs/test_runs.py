@@ -13,10 +13,11 @@ from launcher.errors import ConfigProblem
 from launcher.reports.sweeps import Outcome, best_yaml, table
 from launcher.runs import run as module
 from launcher.runs.attempts import job_handle
-from launcher.runs.run import Run, plan_script, run_of
+from launcher.runs.run import Run, plan_script, run_of, training_spec
 from launcher.runs.sweeps import Trial, trials
-from litgpt_demo.data.dataset import plan_dataset
+from litgpt_demo.data.dataset import DatasetManifest, Ingredient, Mixture, plan_dataset
 from litgpt_demo.documents import FileRecord
+from litgpt_demo.errors import UserError
 from litgpt_demo.training import checkpoints
 
 
@@ -31,6 +32,27 @@ def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\
     }
     config = validated(RunConfig, overridden(document, overrides or {}), where="test")
     return run_of(config, plan_dataset(config.data))
+
+
+def test_documents_without_ends_are_refused_with_a_fix(
+    dataset: tuple[DatasetManifest, Path], tmp_path: Path
+) -> None:
+    """Token ids of another program need not have any. In a mixture, each source must have some."""
+    manifest, causal = dataset[0], run(tmp_path, {"model.sequence_length": 8, "train.warmup_steps": 0})
+    within = run(tmp_path, {"model.sequence_length": 8, "train.warmup_steps": 0, "train.attention": "documents"})
+    assert within.id != causal.id
+    assert within.dataset.content_hash == causal.dataset.content_hash
+    assert training_spec(within, manifest).train.attention == "documents"
+    endless = manifest.model_copy(update={"train": manifest.train.model_copy(update={"documents": 0})})
+    sources = [Ingredient(name=name, dataset="x", train=99, validation=99, documents=9 - number)
+               for name, number in (("prose", 0), ("ids", 9))]  # fmt: skip
+    mixed = manifest.model_copy(update={"mixture": Mixture(sources=tuple(sources), schedule=())})
+    for broken, where in ((endless, "the training split"), (mixed, "ids, of data.mixture,")):
+        training_spec(causal, broken)
+        with pytest.raises(UserError) as refused:
+            training_spec(within, broken)
+        assert f"{where} never has the id {manifest.end_of_text}" in str(refused.value)
+        assert "set train.attention=causal" in str(refused.value)
 
 
 def test_run_id_does_not_depend_on_root_or_platform(tmp_path: Path) -> None:

@@ -135,6 +135,16 @@ def test_the_trainers_loss_is_compared_on_its_own_samples(finished_copy: Path, t
     assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
 
 
+def test_a_model_of_documents_is_compared_by_its_own_loss(new_run: NewRun) -> None:
+    """The card says that other libraries attend to all tokens they are given."""
+    run = new_run("documents", attention="documents")
+    train(run)
+    final = export(open_storage(str(run)))
+    assert final.validation_loss == pytest.approx(final.trainer_validation_loss, rel=1e-5)
+    assert "one document at a time" in (run / "final/MODEL_CARD.md").read_text()
+    assert json.loads((run / "final/lineage.json").read_text())["training"]["train"]["attention"] == "documents"
+
+
 @pytest.mark.parametrize("kind", ["texts", "ids", "mixture"])
 def test_exported_tokenizer_adds_the_prefix_of_its_dataset(
     kind: str, tmp_path: Path, new_run: NewRun, cli: Cli

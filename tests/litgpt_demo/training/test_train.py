@@ -180,6 +180,26 @@ def test_rotary_tables_are_float32_with_every_strategy(
     assert [end["tables"] for end in ends(run)] == [["torch.float32"] * 2] * ranks
 
 
+def test_attention_within_documents_is_alike_everywhere(
+    new_run: NewRun, finished: Path, train_elsewhere: TrainElsewhere
+) -> None:
+    """It resumes bit for bit, and differs by rounding where ranks share the batch or the weights."""
+    names = {"killed": {}, "ddp": {"world_size": 2}, "hybrid": {"world_size": 4, "strategy": "hybrid"}}
+    runs = {name: new_run(name, attention="documents", **changes) for name, changes in names.items()}
+    plain = new_run("plain", attention="documents")
+    assert train_elsewhere((runs["killed"], 1, 8), (runs["ddp"], 2, 0)) == [[-signal.SIGKILL], [0, 0]]
+    assert train_elsewhere((runs["hybrid"], 4, 0), nodes=2) == [[0] * 4]
+    train(plain)
+    train(runs["killed"])
+    assert told(runs["killed"]) == told(plain)
+    assert shards(runs["killed"]) == shards(plain)
+    alike(runs["ddp"], plain)
+    alike(runs["hybrid"], plain)
+    for kind, name in (("step", "loss"), ("evaluation", "validation_loss")):
+        masked, causal = (list(curve(rows(run), kind, name).values()) for run in (plain, finished))
+        assert masked != pytest.approx(causal, rel=1e-5)
+
+
 def test_mixed_precision_trains_sharded_on_cpus(new_run: NewRun, train_elsewhere: TrainElsewhere) -> None:
     """A CPU's LayerNorm takes no weights of another type than its inputs'."""
     settings: dict[str, Any] = {"precision": "bf16-mixed", "max_steps": 2, "warmup_steps": 0, "evaluation_samples": 1}
