@@ -25,7 +25,6 @@ def packed_batches(count: int, *, vocab_size: int, end_of_text: int) -> Any:
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     import torch
-    from lightning.fabric.plugins.precision import MixedPrecision
     from litgpt.config import Config
 
     from litgpt_demo.config import TrainConfig
@@ -34,42 +33,35 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     bf16 = device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()  # else a step takes a minute
-    config, sides = Config.from_name("pythia-14m"), {"causal": None, "documents": 0}
     batches = torch.from_numpy(packed_batches(WARM_UP + rounds * STEPS, vocab_size=50_254, end_of_text=0)).to(device)
-    seen: dict[str, list[float]] = {}
-    bars: dict[str, Any] = {}
+
+    def step(model: Any, optimizer: Any, batch: Any, precision: str) -> float:
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = model(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    seen, bars = dict[str, list[float]](), dict[str, Any]()
     for precision in ("bf16-mixed", "32-true") if bf16 else ("32-true",):
-        train, trained = TrainConfig.model_validate({"precision": precision}), {}
-        autocast = MixedPrecision("bf16-mixed", device.type).forward_context
-        for side, end_of_text in sides.items():
+        sides = dict[str, Any]()
+        for attention in ("causal", "documents"):
+            train = TrainConfig.model_validate({"precision": precision, "attention": attention})
             with device:
-                model = LossGPT(config, end_of_text=end_of_text)
+                model = LossGPT(Config.from_name("pythia-14m"), end_of_text=train.attention_end(0))
             model.max_seq_length = LENGTH
             initialise(model, seed=0)
-            trained[side] = model, optimizer_of(train).build(model, train, False)
-
-        def step(side: str, batch: Any) -> float:
-            model, optimizer = trained[side]
-            began = time.perf_counter()
-            if precision == "bf16-mixed":
-                with autocast():
-                    loss = model(batch[:, :-1], batch[:, 1:])
-            else:
-                loss = model(batch[:, :-1], batch[:, 1:])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            return time.perf_counter() - began
-
-        # The sides take turns, each first in every other step.
-        for number, batch in enumerate(batches):
-            order = list(sides) if number % 2 else list(reversed(sides))
-            for side in order:
-                seconds = step(side, batch)
+            sides[attention] = model, optimizer_of(train).build(model, train, False)
+            seen[f"{attention}, {precision}"] = []
+        for number, batch in enumerate(batches):  # the sides take turns, each first in every other step
+            for attention in sorted(sides, reverse=number % 2 == 1):
+                seconds = step(*sides[attention], batch, precision)
                 if number >= WARM_UP:
-                    seen.setdefault(f"{side}, {precision}", []).append(seconds)
+                    seen[f"{attention}, {precision}"].append(seconds)
         pairs = zip(seen[f"documents, {precision}"], seen[f"causal, {precision}"], strict=True)
         ratio = median(masked / causal for masked, causal in pairs)
         bars[f"step time within documents / causal, {precision}"] = ratio, "at most", 1.15

@@ -25,7 +25,7 @@ from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from litgpt_demo import timeouts
 from litgpt_demo.config import TrainConfig, TrainingSpec
@@ -199,13 +199,18 @@ def to_device(samples: Samples, device: torch.device) -> Samples:
 # Operators that cost arithmetic; recomputing the rest costs only memory traffic.
 _ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 _NAMES = ("mm", "addmm", "bmm", "_scaled_mm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
-_KEPT = [getattr(torch.ops.aten, name).default for name in _NAMES]
+_KEPT = {torch.ops.higher_order.flex_attention, *(getattr(torch.ops.aten, name).default for name in _NAMES)}
+
+
+def _selective_policy(context: Any, operator: Any, *inputs: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
     """Apply float8, activation checkpointing and torch.compile to the blocks, in the order in which they compose."""
     part = compiled_part(train, device)
-    if part != "none":
+    has_block_masks = device.type == "cuda" and (train.attention == "documents" or model.config.sliding_window_size)
+    if part != "none" or has_block_masks:
         require_executable_cache(os.environ)
     if train.float8:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
@@ -214,7 +219,7 @@ def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.de
             raise UserError(what, fix="leave train.float8 out")
         multiply_in_float8(model)
     if train.activation_checkpointing != "none":
-        contexts = partial(create_selective_checkpoint_contexts, _KEPT)
+        contexts = partial(create_selective_checkpoint_contexts, _selective_policy)
         wrap: Any = wrapping.checkpoint_wrapper
         if train.activation_checkpointing == "selective":
             wrap = partial(wrapping.checkpoint_wrapper, context_fn=contexts)

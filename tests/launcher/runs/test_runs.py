@@ -34,9 +34,7 @@ def run(folder: Path, overrides: dict[str, Any] | None = None, text: str = "one\
     return run_of(config, plan_dataset(config.data))
 
 
-def test_documents_without_ends_are_refused_with_a_fix(
-    dataset: tuple[DatasetManifest, Path], tmp_path: Path
-) -> None:
+def test_documents_without_ends_are_refused_with_a_fix(dataset: tuple[DatasetManifest, Path], tmp_path: Path) -> None:
     """Token ids of another program need not have any. In a mixture, each source must have some."""
     manifest, causal = dataset[0], run(tmp_path, {"model.sequence_length": 8, "train.warmup_steps": 0})
     within = run(tmp_path, {"model.sequence_length": 8, "train.warmup_steps": 0, "train.attention": "documents"})
