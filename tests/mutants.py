@@ -444,6 +444,15 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("deployments-settings-win", "flows/parameters.py",
      'complete["overrides"] = {}', "pass",
      "cli/test_cli.py::test_changed_setting_keeps_all_other_deployed_settings"),
+    ("end-of-text-begins-a-document", "litgpt_demo/models/attention.py", "return ends.cumsum(dim=1) - ends",
+     "return ends.cumsum(dim=1)", "litgpt_demo/models/test_attention.py"),
+    ("window-is-one-longer", "litgpt_demo/models/attention.py", "(key > query - window)", "(key >= query - window)",
+     "litgpt_demo/models/test_attention.py"),
+    ("proof-by-causal-loss", "litgpt_demo/export/proof.py", "model = llm.model if end_of_text is None else",
+     "model = llm.model if end_of_text is not None else",
+     "litgpt_demo/export/test_export.py::test_a_model_of_documents_is_compared_by_its_own_loss"),
+    ("mixture-forgets-its-documents", "litgpt_demo/data/preparation.py", "documents=manifest.train.documents,", "",
+     "litgpt_demo/data/test_mixtures.py::test_sources_of_a_mixture_are_datasets_staged_with_it"),
 )  # fmt: skip
 
 # Seconds that one test may take; a mistake that makes one hang is noticed too.

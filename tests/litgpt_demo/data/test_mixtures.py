@@ -181,7 +181,9 @@ def test_mixture_trains_alike_on_any_ranks_and_after_a_kill(
     """The metrics have a loss for each source."""
     ranks = {"whole": 1, "killed": 1, "two": 2, "four": 4}
     runs = {
-        name: write_run(tmp_path / name, mixed, world_size=count, strategy="fsdp" if count == 4 else "auto")
+        name: write_run(
+            tmp_path / name, mixed, world_size=count, strategy="fsdp" if count == 4 else "auto", attention="documents"
+        )
         for name, count in ranks.items()
     }
     codes = train_elsewhere(*((run, ranks[name], 8 * (name == "killed")) for name, run in runs.items()))
@@ -228,6 +230,7 @@ def test_sources_of_a_mixture_are_datasets_staged_with_it(root: str, tmp_path: P
     assert finished_dataset(storage, planned) == manifest == verify_dataset(storage.address(planned.path))
     assert manifest.mixture is not None
     assert [source.name for source in manifest.mixture.sources] == ["ids", "prose"]
+    assert [source.documents for source in manifest.mixture.sources] == [30, alone.train.documents]
     assert planned.sample_hashes == manifest.sample_hashes == {part.content_hash for part in planned.parts}
     assert alone.sample_hashes == planned.parts[1].sample_hashes == {alone.content_hash}
     assert manifest.train.tokens == 3000 + alone.train.tokens
