@@ -45,8 +45,8 @@ _DATA = {
     "data.too-small": Check(
         "error",
         "The prepared dataset does not fit the training.",
-        "A split has fewer tokens than one sample, the run has too few steps for its warm-up, or `train.attention` is "
-        "`documents` and token ids have no end-of-text.",
+        "A split has fewer tokens than one sample, or the run has too few steps for its warm-up. With "
+        "`train.attention=documents`, token ids may have no end-of-text.",
         "Use more text, a shorter `model.sequence_length`, a smaller `train.warmup_steps`, or causal attention.",
     ),
     "data.unknown": Check(

@@ -145,11 +145,7 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         where = f"the smaller split of {source.name}, of data.mixture,"
         require_sample(min(source.train, source.validation), length=config.model.sequence_length, where=where)
     if config.train.attention == "documents":
-        counts = {"the training split": dataset.train.documents}
-        if dataset.mixture is not None:
-            counts = {f"{source.name}, of data.mixture,": source.documents for source in dataset.mixture.sources}
-        for where, documents in counts.items():
-            require_document_ends(documents, end_of_text=dataset.end_of_text, where=where)
+        require_document_ends(dataset)
     steps = steps_of(config, tokens=dataset.train.tokens, vocab_size=dataset.vocab_size)
     assert steps is not None
     steps_text = f"the run's {steps} steps"

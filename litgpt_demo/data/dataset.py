@@ -266,12 +266,17 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
         )
 
 
-def require_document_ends(documents: int, *, end_of_text: int, where: str) -> None:
-    """Raise UserError if a training split has no end-of-text id, so that attention would never end at one."""
-    if not documents:
-        what = f"{where} never has the id {end_of_text}, the tokenizer's end-of-text"
-        fix = "write that id after each document, name the token that ends them as the tokenizer's end-of-text, or "
-        raise UserError(f"train.attention=documents finds no document: {what}", fix=f"{fix}set train.attention=causal")
+def require_document_ends(manifest: DatasetManifest) -> None:
+    """Raise UserError if a training split, or that of a source, has no end-of-text id, where attention would end."""
+    counts = {"the training split": manifest.train.documents}
+    if manifest.mixture is not None:
+        counts = {f"{source.name}, of data.mixture,": source.documents for source in manifest.mixture.sources}
+    for where, documents in counts.items():
+        if not documents:
+            what = f"{where} never has the id {manifest.end_of_text}, the tokenizer's end-of-text"
+            fix = "write that id after each document, name the token that ends them as the tokenizer's end-of-text"
+            fix += ", or set train.attention=causal"
+            raise UserError(f"train.attention=documents finds no document: {what}", fix=fix)
 
 
 def stage(address: str, scratch: Path, *, train: bool = True) -> Path:

@@ -74,12 +74,16 @@ def largest_difference(own: Tensor, logits: Tensor) -> float:
     return float((own - logits).abs().max())
 
 
+def _empty_model(config: Config, end_of_text: int | None = None) -> LossGPT:
+    with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
+        return LossGPT(config, end_of_text=end_of_text)
+
+
 @torch.no_grad()
 def trainer_logits(config: Config, shards: Path, inputs: Tensor, *, kind: str) -> Tensor:
     """Return the output of the trainer's own model with the checkpoint's weights, or their averages, read by the
     trainer's own reader."""
-    with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
-        model = LossGPT(config)
+    model = _empty_model(config)
     load_weights(shards, model.state_dict(), kind=kind)
     logits = last_logits(model, model.lm_head, inputs)
     del model
@@ -122,15 +126,6 @@ def _losses(model: Any, validation: TokenDataset, numbers: SampleIds) -> list[fl
     return losses
 
 
-def _within_documents(model: Any, end_of_text: int) -> LossGPT:
-    """Return the trainer's model with the weights of LitGPT's, which are not copied."""
-    with Fabric(accelerator="cpu", devices=1, precision="32-true").init_module(empty_init=True):
-        masked = LossGPT(model.config, end_of_text=end_of_text)
-    masked.load_state_dict(model.state_dict(), assign=True)
-    masked.eval()
-    return masked
-
-
 @torch.no_grad()
 def opened_by_litgpt(
     folder: Path,
@@ -165,7 +160,10 @@ def opened_by_litgpt(
     sources = validation_sources(validation, trainers_windows)
     affordable = int(_FORWARD_FLOPS / (2 * parameters * validation.length)) // len(sources)
     windows = max(1, min(trainers_windows, affordable))  # of each source
-    model = llm.model if end_of_text is None else _within_documents(llm.model, end_of_text)
+    model = llm.model
+    if end_of_text is not None:  # its weights are not copied
+        model = _empty_model(llm.config, end_of_text)
+        model.load_state_dict(llm.model.state_dict(), assign=True)
     losses = [_losses(model, validation, source.sample_ids[:windows]) for source in sources]
     loss = weighted_mean(sources, map(fmean, losses))
     trainers_loss = checkpoint.validation_loss

@@ -138,8 +138,8 @@ class Attention(CausalSelfAttention):  # type: ignore[misc]
         queries, keys, values = self.qkv(x).split([heads * config.head_size for heads in sizes], dim=-1)
         if config.norm_qk and config.norm_qk_type == "olmo2":
             queries, keys = self.norm_q(queries), self.norm_k(keys)
-        heads = [part.unflatten(-1, (-1, config.head_size)).transpose(1, 2) for part in (queries, keys, values)]
-        queries, keys, values = heads
+        parts = queries, keys, values
+        queries, keys, values = (part.unflatten(-1, (-1, config.head_size)).transpose(1, 2) for part in parts)
         if config.norm_qk and config.norm_qk_type == "default":
             queries, keys = self.norm_q(queries), self.norm_k(keys)
         queries, keys = (self._rotated(part, cos, sin) for part in (queries, keys))

@@ -255,8 +255,7 @@ def _mask_numbers(config: Any, train: TrainConfig, *, length: int, device: str) 
     capped = config.attention_logit_softcapping is not None
     if device != "cpu" and not capped:
         return 0  # FlexAttention computes them
-    layers = range(config.n_layer)
-    masks = {has_window(config, layer) and config.sliding_window_size < length for layer in layers}
+    masks = {has_window(config, layer) and config.sliding_window_size < length for layer in range(config.n_layer)}
     if train.attention == "documents":
         return len(masks) * train.micro_batch * length**2
     if not capped:

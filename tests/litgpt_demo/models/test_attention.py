@@ -71,8 +71,8 @@ def test_logits_of_packed_documents_are_those_of_each_alone(
     documents[0] = documents[0][min(cut, lengths[0] - 1) :]
     packed = torch.cat(documents)[:64]
     model, start = packed_model(family), 0
-    other = torch.randint(8, 96, packed.shape, generator=generator)  # of a second sample, whose ends are elsewhere
-    logits = model(torch.stack([packed, other]))[0]
+    neighbor = torch.randint(8, 96, packed.shape, generator=generator)  # of a second sample, whose ends are elsewhere
+    logits = model(torch.stack([packed, neighbor]))[0]
     for document in documents:
         alone = document[: len(packed) - start]
         if len(alone):
@@ -143,10 +143,10 @@ def test_models_with_flex_attention_have_the_same_gradients(
         apply_float8_ac_compile(model, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(gradients(model, tokens))
-    (loss, expected), (same, others) = found
+    (loss, expected), (same, by_flex) = found
     torch.testing.assert_close(same, loss, rtol=1e-3, atol=0.0)
     for name, gradient in expected.items():
-        assert (others[name] - gradient).norm() <= 0.05 * gradient.norm(), name
+        assert (by_flex[name] - gradient).norm() <= 0.05 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
