@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
-from litgpt.config import Config
 from litgpt.model import (
     CausalSelfAttention,
     MultiheadLatentAttention,
@@ -38,24 +36,24 @@ def document_numbers(tokens: Tensor, end_of_text: int) -> Tensor:
 
 
 def attention_masks(
-    config: Config, tokens: Tensor, *, windows: Sequence[int | None], end_of_text: int | None, dtype: torch.dtype
-) -> list[Mask]:
+    tokens: Tensor, *, windows: Sequence[int | None], end_of_text: int | None, dtype: torch.dtype, capped: bool,
+    by_flex: bool,
+) -> list[Mask]:  # fmt: skip
     """Return the mask of each layer, whose window is in `windows`, for `tokens` of shape (samples, length).
 
-    With an id of `end_of_text`, no token sees another document. On CPUs, and where scores are capped, masks are tensors
-    of `dtype`. On GPUs they are for FlexAttention, which skips blocks of scores that no query sees
+    With an id of `end_of_text`, no token sees another document. Masks are tensors of `dtype`, which `capped` scores
+    need, or `by_flex` for FlexAttention, which skips blocks of scores that no query sees
     (https://arxiv.org/abs/2412.05496).
     """
     length = tokens.size(1)
     documents = None if end_of_text is None else document_numbers(tokens, end_of_text)
-    capped = config.attention_logit_softcapping is not None
     shorter = [window if window is not None and window < length else None for window in windows]
     masks: dict[int | None, Mask] = {}
     for window in dict.fromkeys(shorter):
         sees = _sees(documents, window)
         if documents is None and window is None and not capped:
             masks[window] = None
-        elif tokens.device.type == "cuda" and not capped:
+        elif by_flex and not capped:
             masks[window] = block_mask(sees, tokens, shared=documents is None)
         else:
             masks[window] = dense_mask(sees, tokens, dtype)
@@ -87,11 +85,6 @@ def block_mask(sees: Any, tokens: Tensor, *, shared: bool) -> BlockMask:
     return create_block_mask(sees, None if shared else samples, None, length, length, device=tokens.device)
 
 
-@cache
-def _compiled_flex_attention() -> Any:
-    return torch.compile(flex_attention)
-
-
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, mask: Mask, *, scale: float, softcap: float | None = None
 ) -> Tensor:
@@ -102,11 +95,8 @@ def attend(
     """
     shared_by = queries.size(1) // keys.size(1)
     if isinstance(mask, BlockMask):
-        # Uncompiled, it computes all scores. In a block that is compiled, it is compiled with the block.
-        flex = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
         queries, keys = queries.to(values.dtype), keys.to(values.dtype)  # autocast does not
-        attended: Tensor = flex(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=shared_by > 1)
-        return attended
+        return flex_attention(queries, keys, values, block_mask=mask, scale=scale, enable_gqa=shared_by > 1)
     # The kernels that read shared heads in place are FlashAttention's, of GPUs in 16 bits, and the CPU's.
     is_on_gpu_in_32 = queries.device.type == "cuda" and values.dtype == torch.float32
     if shared_by > 1 and (softcap is not None or is_on_gpu_in_32):

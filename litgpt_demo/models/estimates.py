@@ -253,7 +253,7 @@ def network_bytes_per_step(config: Any, train: TrainConfig, *, world_size: int, 
 def _mask_numbers(config: Any, train: TrainConfig, *, length: int, device: str) -> int:
     """Return the numbers of the masks of a pass (models.attention), which all layers of one kind share."""
     capped = config.attention_logit_softcapping is not None
-    if device != "cpu" and not capped:
+    if device != "cpu" and train.compile != "none" and not capped:
         return 0  # FlexAttention computes them
     masks = {has_window(config, layer) and config.sliding_window_size < length for layer in range(config.n_layer)}
     if train.attention == "documents":

@@ -103,6 +103,8 @@ class LossGPT(GPT):  # type: ignore[misc]
         self.workspace = Workspace()
         self.per_token_loss_out: Tensor | None = None
         """A tensor for the loss of each token of the next pass, in the order of the targets; None if not wanted."""
+        self.by_flex = False
+        """True for masks of FlexAttention, which must be compiled: uncompiled, it computes all scores."""
         layers = range(config.n_layer)
         self._windows = [config.sliding_window_size if has_window(config, layer) else None for layer in layers]
         for block in self.transformer.h:  # as FSDP2 does it: the weights, once drawn, and their names stay
@@ -139,7 +141,12 @@ class LossGPT(GPT):  # type: ignore[misc]
         if self.config.scale_embeddings:
             hidden = hidden * torch.tensor(self.config.n_embd**0.5, dtype=hidden.dtype)
         masks = attention_masks(
-            self.config, idx, windows=self._windows, end_of_text=self._end_of_text, dtype=dtype or hidden.dtype
+            idx,
+            windows=self._windows,
+            end_of_text=self._end_of_text,
+            dtype=dtype or hidden.dtype,
+            capped=self.config.attention_logit_softcapping is not None,
+            by_flex=self.by_flex,
         )
         for number, (block, mask) in enumerate(zip(self.transformer.h, masks, strict=True)):
             rotary = (cos, sin)

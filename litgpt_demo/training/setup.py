@@ -209,8 +209,8 @@ def _selective_policy(context: Any, operator: Any, *inputs: Any, **options: Any)
 def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.device) -> None:
     """Apply float8, activation checkpointing and torch.compile to the blocks, in the order in which they compose."""
     part = compiled_part(train, device)
-    has_block_masks = device.type == "cuda" and (train.attention == "documents" or model.config.sliding_window_size)
-    if part != "none" or has_block_masks:
+    model.by_flex = device.type == "cuda" and part != "none"
+    if part != "none":
         require_executable_cache(os.environ)
     if train.float8:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):

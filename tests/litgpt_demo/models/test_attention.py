@@ -103,10 +103,7 @@ def test_shared_heads_are_not_copied_for_each_query() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 40])
 @pytest.mark.parametrize("end_of_text", [None, END])
-def test_flex_attention_sees_as_the_mask_of_a_cpu(
-    window: int | None, end_of_text: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
+def test_flex_attention_sees_as_the_mask_of_a_cpu(window: int | None, end_of_text: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(40, (2, 150), generator=generator)  # more than a block of 128 x 128 scores
     documents = None if end_of_text is None else attention.document_numbers(tokens, end_of_text)
@@ -134,13 +131,10 @@ def test_models_with_flex_attention_have_the_same_gradients(
     for is_flex in (False, True):
         if is_flex:
             monkeypatch.setattr(flex, "_validate_device", lambda *parts: None)  # torch has no CPU kernel of it
-            monkeypatch.setattr(attention, "_compiled_flex_attention", lambda: attention.flex_attention)
-            monkeypatch.setattr(
-                attention, "dense_mask", lambda sees, tokens, dtype: attention.block_mask(sees, tokens, shared=False)
-            )
         model = model_of(family).float()
         initialise(model, seed=0)
         apply_float8_ac_compile(model, TrainConfig.model_validate({"activation_checkpointing": how}), CPU)
+        model.by_flex = is_flex
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(gradients(model, tokens))
     (loss, expected), (same, by_flex) = found
