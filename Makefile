@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-attention bench-checkpoint bench-pipeline bench-diagnosis bench-continue diagrams docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-model bench-attention bench-checkpoint bench-pipeline bench-diagnosis bench-continue diagrams docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -82,7 +82,7 @@ size: $(VENV)/.installed-dev ## lines, files and other sizes of the source, next
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-attention bench-checkpoint bench-pipeline bench-diagnosis bench-continue ## all measurements; QUICK=1 takes one round of each, within 4 minutes
+bench: bench-dataset bench-training bench-model bench-checkpoint bench-pipeline bench-diagnosis ## all measurements; QUICK=1 takes one round of each, within 4 minutes
 
 bench-dataset: $(VENV)/.installed-bench ## preparation, compared with gigatoken and LitGPT, and into a bucket
 	$(BIN)/python -m bench dataset $(if $(QUICK),--quick)
@@ -92,6 +92,9 @@ bench-training: $(VENV)/.installed ## training steps, compared with those of lit
 
 bench-attention: $(VENV)/.installed ## training steps with attention within documents, compared with causal attention
 	$(BIN)/python -m bench attention $(if $(QUICK),--quick)
+
+bench-model: bench-attention bench-continue ## losses of small models for the same tokens with Muon and AdamW, then these two
+	$(BIN)/python -m bench model $(if $(QUICK),--quick)
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read
 	$(BIN)/python -m bench checkpoint $(if $(QUICK),--quick)

@@ -14,7 +14,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-ROUNDS = {"dataset": 5, "training": 5, "attention": 3, "checkpoint": 7, "pipeline": 3, "diagnosis": 1, "continue": 3}
+ROUNDS = {
+    "dataset": 5, "training": 5, "model": 3, "attention": 3, "continue": 3, "checkpoint": 7, "pipeline": 3,
+    "diagnosis": 1,
+}  # fmt: skip
 
 
 def main() -> int:

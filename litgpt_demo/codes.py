@@ -100,6 +100,12 @@ _TRAINING = {
         "Names or shapes of tensors or settings differ, or files of the folder are incomplete.",
         "Use the `model.name` and `model.config` of the weights, or other weights.",
     ),
+    "model.init_from.optimizer": Check(
+        "error",
+        "The optimizer's state of the initial weights is that of another optimizer.",
+        "`model.load_optimizer_state=true` names a run with another `train.optimizer`.",
+        "Set `train.optimizer` to that of the run, or leave out `model.load_optimizer_state`.",
+    ),
     "model.init_from.place": Check(
         "error",
         "The initial weights are on this machine, but the nodes are not.",

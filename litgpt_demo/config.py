@@ -37,7 +37,8 @@ from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 
 from litgpt_demo import catalogue
-from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, in_steps, schedule_problem, unread_setting_problem
+from litgpt_demo.optimizers import OPTIMIZERS, OptimizerKind
+from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, Schedule, in_steps, schedule_problem
 
 
 def arrange_form(schema: dict[str, Any]) -> None:
@@ -676,9 +677,11 @@ GlobalBatch: TypeAlias = Annotated[
 # The choices are the registry's, which a type checker does not see.
 if TYPE_CHECKING:
     DecayShape: TypeAlias = str
+    OptimizerName: TypeAlias = str
     ScheduleName: TypeAlias = str
 else:
     DecayShape = Literal[tuple(DECAY_SHAPES)]
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
     ScheduleName = Literal[tuple(SCHEDULES)]
 
 
@@ -702,8 +705,15 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     max_time: TunesRun[Duration | None] = None
     """Time to train for over all attempts, such as 8h, 90m, 8:30 (hours and minutes) or PT8H. Then the run saves and
     counts as finished. The learning rate is computed for the full number of steps."""
+    optimizer: ShapesModel[OptimizerName] = Field(
+        "adamw",
+        description="The optimizer: " + ", ".join(f"`{name}` {kind.help}" for name, kind in OPTIMIZERS.items()) + ".",
+    )
     learning_rate: ShapesModel[float] = Field(6e-4, gt=0)
     """Highest learning rate, reached after the warm-up."""
+    muon_learning_rate: ShapesModel[float | None] = Field(None, gt=0)
+    """With optimizer=muon, the highest learning rate of the blocks' matrices. The schedule changes it too. Empty is
+    `learning_rate`, because updates are scaled to AdamW's usual size."""
     min_learning_rate: ShapesModel[float | None] = Field(None, ge=0)
     """The learning rate of the last step, if the schedule falls. Empty is a tenth of the highest."""
     schedule: ShapesModel[ScheduleName] = Field(
@@ -827,10 +837,22 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         high, low, steps = self.learning_rate, self.min_learning_rate, self.max_steps
         if low is not None and low > high:
             raise ValueError(f"train.min_learning_rate={low} is above train.learning_rate={high}; are they swapped?")
-        if (unread := unread_setting_problem(self)) is not None:
-            raise ValueError(unread)
         if steps is not None and (problem := schedule_problem(self, steps, f"train.max_steps={steps}")) is not None:
             raise ValueError("; ".join(problem))
+        return self
+
+    @model_validator(mode="after")
+    def _settings_are_read(self) -> Self:
+        registries: dict[str, Mapping[str, Schedule | OptimizerKind]] = {"schedule": SCHEDULES, "optimizer": OPTIMIZERS}
+        for field, kinds in registries.items():
+            read_by_some = frozenset[str]().union(*(kind.settings for kind in kinds.values()))
+            choice = getattr(self, field)
+            for name in sorted(read_by_some - kinds[choice].settings):
+                value = getattr(self, name)
+                if value != type(self).model_fields[name].default:
+                    readers = " or ".join(key for key, kind in kinds.items() if name in kind.settings)
+                    unread = f"train.{field}={choice} does not use train.{name}={value}"
+                    raise ValueError(f"{unread}; leave that out, or set train.{field}={readers}")
         return self
 
     @model_validator(mode="after")
@@ -991,6 +1013,8 @@ class InitialWeights(Settings):
     """The content hash of weights that were fetched from the Hub, made of the checksums that it lists."""
     optimizer: bool = False
     """True if the optimizer's state is loaded too."""
+    trained_with: str | None = Field(None, exclude_if=lambda optimizer: optimizer is None)
+    """The `train.optimizer` of a checkpoint's run."""
     trained_on: tuple[SeenSamples, ...] = ()
     """The samples that a checkpoint's weights have seen."""
 

@@ -88,18 +88,6 @@ SCHEDULES = {
 }
 
 
-def unread_setting_problem(train: TrainConfig) -> str | None:
-    """Return an error if a setting is given that only other schedules read; else None."""
-    read_by_some = frozenset[str]().union(*(schedule.settings for schedule in SCHEDULES.values()))
-    for name in sorted(read_by_some - SCHEDULES[train.schedule].settings):
-        value = getattr(train, name)
-        if value != type(train).model_fields[name].default:
-            readers = " or ".join(key for key, schedule in SCHEDULES.items() if name in schedule.settings)
-            unread = f"train.schedule={train.schedule} does not use train.{name}={value}"
-            return f"{unread}; leave that out, or set train.schedule={readers}"
-    return None
-
-
 def warmup_and_decay_steps(train: TrainConfig, steps: int) -> tuple[int, int]:
     """Return the number of steps of the warm-up, and of a decay at the end: 0 if the schedule has no such phase."""
     warmup = in_steps(train.warmup_steps, steps)

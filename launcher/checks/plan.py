@@ -350,7 +350,7 @@ def _blockers_of(
     if corpus not in results:
         results[corpus] = list(warnings_of(planned))  # reads the start of its texts
     findings = [*results[place], *results[corpus], *preflight.check_training(config, job, vocab_size=vocab_size)]
-    findings += preflight.check_position(run)
+    findings += [*preflight.check_position(run), *preflight.check_optimizer(run)]
     weights = "weights", content_hash(config.model, planned.content_hash)
     if weights not in results:  # in a process that takes seconds
         results[weights] = list(preflight.check_origin(run, dataset, vocab_size=vocab_size))

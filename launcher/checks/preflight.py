@@ -42,7 +42,7 @@ from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.private import environment_of_readers
-from litgpt_demo.training.origins import position_problem, tokenizer_problem
+from litgpt_demo.training.origins import optimizer_problem, position_problem, tokenizer_problem
 
 PROBE = ".access-check"
 _GIB = 2**30
@@ -166,6 +166,13 @@ def check_position(run: Run) -> Iterator[Finding]:
             if first:
                 what = f"the training continues dataset {dataset} after the {first:,} samples that the weights saw"
                 yield Finding("info", "model.init_from.samples", what, fix)
+
+
+def check_optimizer(run: Run) -> Iterator[Finding]:
+    """Yield a finding if the run would continue from the state of another optimizer."""
+    problem = optimizer_problem(run.origin, run.config.train.optimizer)
+    if problem is not None:
+        yield Finding("error", "model.init_from.optimizer", *problem)
 
 
 def origin_problems(run: Run, origin: InitialWeights, *, vocab_size: int) -> Iterator[Finding]:

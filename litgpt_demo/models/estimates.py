@@ -22,6 +22,9 @@ class ParamCount(NamedTuple):
     total: int
     active: int
     """Those that each token is multiplied with."""
+    matrices: int
+    """Those in matrices, without routers: `optimizers.block_matrices` of the block."""
+    largest_matrix: int
 
 
 def _norm(config: Any) -> int:
@@ -63,9 +66,10 @@ def block(config: Any, layer: int) -> ParamCount:
     def mlp(size: int) -> list[tuple[int, int, bool]]:
         return [(size, width, bias), *[(width, size, bias)] * _inputs(config)]
 
-    experts: list[tuple[int, int, bool]] = []
+    experts, router = list[tuple[int, int, bool]](), 0
     if _has_experts(config, layer):
         experts = mlp(config.moe_intermediate_size or config.intermediate_size)
+        router = width * config.n_expert
         products.append((width, config.n_expert, False))
         if config.n_shared_expert:
             products += mlp(config.moe_intermediate_size * config.n_shared_expert)
@@ -74,6 +78,8 @@ def block(config: Any, layer: int) -> ParamCount:
     return ParamCount(
         total + _sizes(products, biases=True) + (config.n_expert or 0) * _sizes(experts, biases=True),
         _sizes(products) + (config.n_expert_per_token or 0) * _sizes(experts),
+        _sizes(products) + (config.n_expert or 0) * _sizes(experts) - router,
+        max(inputs * outputs for inputs, outputs, _ in products + experts),
     )
 
 
@@ -181,9 +187,11 @@ def memory(
 
     tokens = train.micro_batch * length
     layers = range(config.n_layer)
-    sizes = [block(config, layer).total for layer in layers]
+    counts = [block(config, layer) for layer in layers]
+    sizes = [count.total for count in counts]
     shard_degree = train.shard_degree(nodes, world_size // nodes)
     weights = stored * -(-parameters(config) // shard_degree)
+    matrices = stored * -(-sum(count.matrices for count in counts) // shard_degree)
 
     unsharded = 0
     if shard_degree > 1:
@@ -221,9 +229,10 @@ def memory(
     gradients_persist = world_size > 1 or train.gradient_accumulation_steps(world_size) > 1
     if gradients_persist:  # the state has them
         first_gradients = last_gradients = 0
+    update = optimizer_of(train).matrix_copies * max(count.largest_matrix for count in counts)
     return Memory(
         weights=weights,
-        optimizer=optimizer_of(train).state_bytes(weights),
+        optimizer=optimizer_of(train).state_bytes(weights, matrices),
         average=4 * weights // stored if train.weight_average else 0,
         unsharded=unsharded,
         gradients=weights,
@@ -234,6 +243,7 @@ def memory(
             "loss": copies + activations + loss - workspace,
             "first block of the backward pass": activations + backward + first_gradients,
             "last block of the backward pass": backward + mask + last_gradients,
+            "update": (4 if device == "cpu" else 2) * update + last_gradients,
         },
     )
 

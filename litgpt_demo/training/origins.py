@@ -145,7 +145,9 @@ def _in_run(storage: Storage, name: str) -> InitialWeights | None:
     manifest = read_manifest(storage, CheckpointManifest)
     if manifest is None:
         return None
-    return _pinned("checkpoint", storage, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
+    weights = _pinned("checkpoint", storage, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
+    train = manifest.config.get("train")
+    return weights.model_copy(update={"trained_with": train.get("optimizer")}) if isinstance(train, dict) else weights
 
 
 def _in_folder(storage: Storage) -> InitialWeights | None:
@@ -226,6 +228,15 @@ def position_problem(
         reason = f"in samples of {unknown[0].length} tokens, not of model.sequence_length={length}"
     problem = f"with train.seed={seed} the training would continue dataset {unknown[0].dataset} where the weights of "
     return f"{problem}{origin.name} stood, which have seen it, but {reason}", fix
+
+
+def optimizer_problem(origin: InitialWeights | None, optimizer: str) -> tuple[str, str] | None:
+    """Return a problem and its fix if a training would load the state of another optimizer than its own."""
+    if origin is None or not origin.optimizer or origin.trained_with in {None, optimizer}:
+        return None
+    problem = f"the optimizer's state of {origin.name} is that of {origin.trained_with}"
+    problem += f", but train.optimizer={optimizer} cannot continue from it"
+    return problem, f"set train.optimizer={origin.trained_with}, or leave out model.load_optimizer_state"
 
 
 def tokenizer_problem(origin: InitialWeights, planned: PlannedDataset, dataset: str | None) -> tuple[str, str] | None:

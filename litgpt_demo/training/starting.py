@@ -32,7 +32,7 @@ from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoint_reader
 from litgpt_demo.training.checkpoint_reader import AVERAGE, OPTIMIZER, WEIGHTS, explain_unpickling_errors
 from litgpt_demo.training.checkpoints import CheckpointManifest
-from litgpt_demo.training.origins import CONFIGS, position_problem, records_of
+from litgpt_demo.training.origins import CONFIGS, optimizer_problem, position_problem, records_of
 from litgpt_demo.training.setup import Training
 
 # Fields of LitGPT's Config that do not change what a model computes: names, and room for more.
@@ -54,7 +54,9 @@ _MOST_NAMED = 3  # tensors that do not fit
 def start_from(training: Training, origin: InitialWeights) -> None:
     """Read the weights into the model on every rank, and the optimizer's state if it is wanted."""
     seed, length = training.spec.train.seed, training.spec.model.sequence_length
-    problem = position_problem(origin, training.data.manifest.sample_hashes, seed=seed, length=length)
+    problem = optimizer_problem(origin, training.spec.train.optimizer)
+    if problem is None:
+        problem = position_problem(origin, training.data.manifest.sample_hashes, seed=seed, length=length)
     if problem is not None:
         raise UserError(problem[0], fix=problem[1])
     ranks, local_rank, storage = training.ranks, training.fabric.local_rank, open_storage(origin.address)

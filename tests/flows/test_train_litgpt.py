@@ -187,6 +187,8 @@ def test_a_plan_shows_where_in_the_samples_a_run_continues(trained: Any, monkeyp
     assert found(**{"train.seed": 2}) == found(**{"model.load_optimizer_state": False}) == []
     (problem,) = found(**{"model.sequence_length": 16})
     assert problem.startswith(f"error: with train.seed=1337 the training would continue dataset {dataset} where")
+    (problem,) = found(**{"train.seed": 2, "train.optimizer": "muon"})
+    assert problem.endswith("is that of adamw, but train.optimizer=muon cannot continue from it")
 
 
 def test_resumed_flow_run_follows_its_live_job_without_corpus(

@@ -17,6 +17,8 @@ from litgpt_demo.config import TrainConfig
 from litgpt_demo.models import estimates
 from litgpt_demo.models.loss import Workspace
 from litgpt_demo.models.model import LossGPT
+from litgpt_demo.muon import Muon
+from litgpt_demo.optimizers import OPTIMIZERS, block_matrices, optimizer_of
 from litgpt_demo.training.setup import apply_float8_ac_compile
 
 LAYERS = 3  # of the models that are built of the whole catalogue: blocks are alike, and some have thousands of experts
@@ -41,7 +43,10 @@ def test_parameter_counts_of_the_catalogue_are_exact() -> None:
         looks = asdict(config) | {"name": "OLMo" in config.name, "hf_config": None}
         if (alike := json.dumps(looks, sort_keys=True)) not in seen:
             seen.add(alike)
-            assert estimates.parameters(config) == sum(weight.numel() for weight in built(config).parameters()), name
+            model = built(config)
+            assert estimates.parameters(config) == sum(weight.numel() for weight in model.parameters()), name
+            matrices = sum(estimates.block(config, layer).matrices for layer in range(config.n_layer))
+            assert matrices == sum(weight.numel() for weight in block_matrices(model).values()), name
     assert len(seen) > 70
 
 
@@ -69,7 +74,7 @@ def measured(config: Any, train: TrainConfig, length: int) -> int:
     model.to(torch.bfloat16 if train.precision == "bf16-true" else torch.float32)
     model.max_seq_length = length
     apply_float8_ac_compile(model, train.model_copy(update={"precision": "32-true"}), torch.device("cpu"))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = optimizer_of(train).build(model, train, False)
     ids, tracker = torch.zeros(train.micro_batch, length, dtype=torch.int64), MemTracker()
 
     def step() -> None:
@@ -94,7 +99,7 @@ WINDOWED = {"sliding_window_size": 64, "sliding_window_indices": [1, 1]}
     ("device", "length", "settings", "windows"),
     [
         ("cuda", 128, {"precision": "32-true", "activation_checkpointing": "full"}, {}),
-        ("cuda", 128, {"activation_checkpointing": "selective"}, {}),
+        ("cuda", 128, {"activation_checkpointing": "selective", "optimizer": "muon"}, {}),
         ("cpu", 1536, {}, WINDOWED),
         ("cpu", 512, {"precision": "32-true", "attention": "documents"}, WINDOWED),
     ],
@@ -110,6 +115,20 @@ def test_the_memory_of_a_step_is_about_what_is_measured(
     config = completed("Llama-3.2-1B", SMALL | windows, length=length)
     estimate = estimates.memory(config, train, length=length, world_size=1, device=device).total
     assert estimate == pytest.approx(measured(config, train, length), rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (128, 1024), (1024, 128)])
+def test_update_with_muon_holds_the_copies_that_plan_counts(shape: tuple[int, int]) -> None:
+    weight, tracker = torch.nn.Parameter(torch.ones(shape)), MemTracker()
+    optimizer = Muon([{"params": [weight], "row_blocks": (), "weight_decay": 0.1}], betas=(0.9, 0.95), fused=True)
+    weight.grad = torch.ones(shape)
+    optimizer.step()
+    tracker.track_external(weight, weight.grad, optimizer)
+    with tracker:
+        optimizer.step()
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    copies = peak / weight.nbytes - 3
+    assert copies <= OPTIMIZERS["muon"].matrix_copies
 
 
 def test_sharding_and_recomputing_shrink_the_memory_estimate() -> None:

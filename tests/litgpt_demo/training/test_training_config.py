@@ -71,6 +71,11 @@ def test_invalid_counts_are_refused(written: object) -> None:
             {"schedule": "constant", "min_learning_rate": 0},
             "constant does not use train.min_learning_rate=0",
         ),
+        (
+            TrainConfig,
+            {"muon_learning_rate": 0.01},
+            "optimizer=adamw does not use .*_rate=0.01; .*train.optimizer=muon",
+        ),
         (TrainConfig, {"profiler": {"steps": "25-20"}}, "steps=25-20 must be 1 to 100 steps"),
         (TrainConfig, {"profiler": {"steps": 300}, "max_steps": 200}, "steps=300 begin after train.max_steps=200"),
         (
@@ -167,7 +172,8 @@ DEFAULTS = {
     "global_batch": 512, "max_steps": None, "max_tokens": None, "tokens_per_parameter": None, "learning_rate": 6e-4,
     "min_learning_rate": None, "schedule": "cosine", "warmup_steps": 100, "decay_steps": 0.2, "decay_shape": "linear",
     "weight_decay": 0.1, "betas": (0.9, 0.95), "clip_norm": 1.0, "precision": "bf16-mixed", "float8": False,
-    "seed": 1337, "z_loss": 0.0, "weight_average": None, "attention": "causal",
+    "seed": 1337, "z_loss": 0.0, "weight_average": None, "attention": "causal", "optimizer": "adamw",
+    "muon_learning_rate": None,
 }  # fmt: skip
 
 
