@@ -57,9 +57,8 @@ class Muon(Optimizer):
             if group["row_blocks"] is None:
                 self._update_with_adamw(group, weights)
                 continue
-            for (
-                weight
-            ) in weights:  # in their order, which a resumed training has too, so that both write the same files
+            # States are made in the order in which a load makes them, so that a resumed training writes the same files.
+            for weight in weights:
                 if not self.state[weight]:
                     self.state[weight]["momentum"] = torch.zeros_like(weight)
             # The largest first, so that matrices that are orthogonalised at the same time take about the same time.
