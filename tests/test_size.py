@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 39_403,
-    "launcher": 16_755,
+    "source": 39_904,
+    "launcher": 16_765,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 17_569,
-    "bench": 894,
-    "tests": 33_538,
+    "litgpt_demo": 18_060,
+    "bench": 1_043,
+    "tests": 33_993,
     "test data": 3_667,
 }
 
