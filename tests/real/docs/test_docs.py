@@ -31,7 +31,7 @@ def test_site_builds_without_warnings_or_foreign_requests(tmp_path: Path) -> Non
     assert [found for page in pages for found in FETCHED.findall(page.read_text(encoding="utf-8"))] == []
     home = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert 'href="platforms/local.html"' in home
-    assert "blob/main/deployments/prefect.yaml" in home
+    assert "blob/main/examples/notebook.ipynb" in home
 
 
 @pytest.mark.parametrize(
