@@ -63,8 +63,8 @@ class Ingredient(Settings):
     """Tokens of its validation split."""
     text_bytes: int = 0
     """Bytes of the text of both; 0 where they are not known."""
-    documents: int = 0
-    """End-of-text ids of its training split."""
+    documents: int | None = None
+    """End-of-text ids of its training split; None in a mixture that was prepared before they were counted."""
 
 
 class Mixture(Settings):
@@ -268,11 +268,11 @@ def require_sample(tokens: int, *, length: int, where: str) -> None:
 
 def require_document_ends(manifest: DatasetManifest) -> None:
     """Raise UserError if a training split, or that of a source, has no end-of-text id, where attention would end."""
-    counts = {"the training split": manifest.train.documents}
+    counts: dict[str, int | None] = {"the training split": manifest.train.documents}
     if manifest.mixture is not None:
         counts = {f"{source.name}, of data.mixture,": source.documents for source in manifest.mixture.sources}
     for where, documents in counts.items():
-        if not documents:
+        if documents == 0:
             what = f"{where} never has the id {manifest.end_of_text}, the tokenizer's end-of-text"
             fix = "write that id after each document, name the token that ends them as the tokenizer's end-of-text"
             fix += ", or set train.attention=causal"

@@ -51,6 +51,8 @@ def test_documents_without_ends_are_refused_with_a_fix(dataset: tuple[DatasetMan
             training_spec(within, broken)
         assert f"{where} never has the id {manifest.end_of_text}" in str(refused.value)
         assert "set train.attention=causal" in str(refused.value)
+    older = [source.model_copy(update={"documents": None}) for source in sources]
+    training_spec(within, mixed.model_copy(update={"mixture": Mixture(sources=tuple(older), schedule=())}))
 
 
 def test_run_id_does_not_depend_on_root_or_platform(tmp_path: Path) -> None:
