@@ -125,6 +125,7 @@ class _Sweep:
         self._pending = deque[tuple[int, Trial, Run]]()
         self._runs, self._prune_tasks = set[str](), dict[str, asyncio.Task[None]]()
         self._running = dict[int, tuple[Trial, Run]]()
+        self._steps = dict[int, int]()  # of each trial, as its nodes say
         self._newest = dict[int, tuple[int, float, bool]]()  # evaluations that are about to be judged
 
     def resume_trials(self) -> None:
@@ -256,8 +257,11 @@ class _Sweep:
 
     def _on_metrics_row(self, number: int, run: Run, row: Row) -> None:
         match row:
+            case {"kind": "start", "steps": int(steps)}:
+                self._steps[number] = steps
             case {"kind": "evaluation", "step": int(step), "validation_loss": int() | float() as loss}:
-                evaluation, last = step // run.config.train.evaluate_every, run.config.train.max_steps
+                evaluation = step // run.config.train.evaluate_every
+                last = self._steps.get(number, run.config.train.max_steps)
                 is_hopeless = self.search.report(number, evaluation, loss) and step != last
                 # A resumed sweep reads the evaluations of hours at once: only the newest of them decides.
                 if number not in self._newest:

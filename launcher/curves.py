@@ -60,7 +60,7 @@ def summary(rows: Sequence[Row]) -> Progress:
         step = int(attempt[-1].get("step", 0))
     tokens = _as_of(rows, step, "step", "tokens")
     if tokens is None:
-        tokens = step * start.get("tokens_per_step", 0)
+        tokens = 0
     paces = [float(row["step_seconds"]) for row in attempt if "step_seconds" in row]
     if "steps" in start:
         steps = int(start["steps"])
@@ -71,6 +71,9 @@ def summary(rows: Sequence[Row]) -> Progress:
             still = [float(row.get("seconds", 0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint")]
             pauses = sum(still) / max(step - int(attempt[0].get("step", 0)), 1)
             eta = (steps - step) * (median(paces[-RECENT:]) + pauses)
+            speed = _recent(attempt, "tokens_per_second")
+            if "run_tokens" in start and speed:  # later steps may have larger batches
+                eta = (start["run_tokens"] - tokens) / speed + (steps - step) * pauses
     memory = _as_of(rows, step, "step", "memory")
     return Progress(
         step=step,

@@ -742,7 +742,8 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     """The earlier tokens that a token sees. With `causal` it sees all of its sample, also of other documents. With
     `documents` it sees those of its own document. The dataset is the same."""
     precision: ShapesModel[Literal["32-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true"]] = "bf16-mixed"
-    """Lightning Fabric's precision. `-mixed` computes in 16 bits with weights of 32. `-true` has one type for both."""
+    """Lightning Fabric's precision. `-mixed` computes in 16 bits with weights of 32. `-true` has one type for both.
+    GPUs from A100 on multiply 32-bit numbers in TF32, which rounds them to 10 bits of mantissa."""
     strategy: TunesRun[Literal["auto", "ddp", "fsdp", "hybrid"]] = "auto"
     """`ddp` copies weights and optimizer to each process, `fsdp` shards them over all, `hybrid` over those of a node,
     with a copy for each node. `auto` takes the one that fits and sends least over the network. `plan` reports it."""
@@ -801,7 +802,7 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     @model_validator(mode="after")
     def _length_is_given_once(self) -> Self:
         lengths = [
-            f"train.{name}={getattr(self, name):g}"
+            f"train.{name}={getattr(self, name)}"
             for name in ("max_steps", "max_tokens", "tokens_per_parameter")
             if getattr(self, name) is not None
         ]

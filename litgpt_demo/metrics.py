@@ -109,6 +109,7 @@ COLUMNS = {
     "first_step_seconds": Column(_Seconds, "step", "Time of the attempt's first step, which also compiles.", "s"),
     "why": Column(_Text, "skip leave", "The reason."),
     "steps": Column(_Count, "start", "Steps of the whole run.", "steps"),
+    "run_tokens": Column(_Count, "start", "Tokens of the whole run.", "tokens"),
     "tokens_per_step": Column(_Count, "start", "Tokens of a step of the whole job, with the largest batch.", "tokens"),
     "parameters": Column(_Count, "start", "Parameters of the model."),
     "world_size": Column(_Count, "start", "Ranks of the job."),

@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 39_904,
-    "launcher": 16_765,
+    "source": 39_937,
+    "launcher": 16_768,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 18_060,
+    "litgpt_demo": 18_086,
     "bench": 1_043,
-    "tests": 33_995,
+    "tests": 34_012,
     "test data": 3_667,
 }
 

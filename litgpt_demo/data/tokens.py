@@ -107,9 +107,9 @@ def bytes_of_tokens(path: Path) -> npt.NDArray[np.int32]:
     from tokenizers import Tokenizer as HfTokenizer
 
     definition = json.loads(path.read_text("utf-8"))
-    added = {token["id"]: token["special"] for token in definition["added_tokens"]}
+    added = {token["id"]: token["special"] for token in definition.get("added_tokens", [])}
     # A byte-level tokenizer writes each byte as one character; others write a space as U+2581, and a byte as <0xE2>.
-    by_bytes = '"ByteLevel"' in json.dumps([definition["pre_tokenizer"], definition["decoder"]])
+    by_bytes = '"ByteLevel"' in json.dumps([definition.get("pre_tokenizer"), definition.get("decoder")])
     vocabulary = HfTokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     sizes = np.zeros(1 + max(vocabulary.values()), dtype=np.int32)
     for text, number in vocabulary.items():

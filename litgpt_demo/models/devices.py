@@ -26,7 +26,9 @@ class Device(NamedTuple):
 
     def peak(self, multiplied: str) -> float | None:
         """FLOP/s in products of this type; None where it is not fast on the device."""
-        figures = {"float16": self.tflops_16bit, "float32": self.tflops_32bit, "float8": self.tflops_8bit}
+        # The trainer multiplies float32 numbers in TF32, which GPUs with bfloat16 do at half the speed of 16 bits.
+        wide = max(self.tflops_32bit, self.tflops_16bit / 2) if self.has_bfloat16 else self.tflops_32bit
+        figures = {"float16": self.tflops_16bit, "float32": wide, "float8": self.tflops_8bit}
         figure = self.tflops_16bit if multiplied == "bfloat16" and self.has_bfloat16 else figures.get(multiplied)
         return None if figure is None else figure * 1e12
 

@@ -209,7 +209,12 @@ def memory(
         "selective": int(config.n_layer + 1) * entry + sum(products),
         "full": int(config.n_layer + 1) * entry,
     }[train.activation_checkpointing]
-    mask = multiplied * _mask_numbers(config, train, length=length, device=device)
+    mask_numbers, making = _mask_numbers(config, train, length=length), 0
+    if device != "cpu" and train.compile != "none" and config.attention_logit_softcapping is None:
+        # FlexAttention keeps a few numbers for each block of scores, but they are made of all scores: of a boolean and
+        # of a sum in 64 bits for each, with torch 2.13 (measured on a CPU: 10 bytes).
+        mask_numbers, making = 0, 10 * mask_numbers
+    mask = multiplied * mask_numbers
     activations = tokens * kept + mask
 
     # The loss (models.loss) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
@@ -240,6 +245,7 @@ def memory(
         activations=activations,
         workspace=workspace,
         peak_phases={
+            "making of masks": making,
             "loss": copies + activations + loss - workspace,
             "first block of the backward pass": activations + backward + first_gradients,
             "last block of the backward pass": backward + mask + last_gradients,
@@ -250,21 +256,23 @@ def memory(
 
 def network_bytes_per_step(config: Any, train: TrainConfig, *, world_size: int, nodes: int) -> float:
     """Return the bytes that each node sends over the network in a step, as rings move them."""
-    count = parameters(config)
+    count, updates = parameters(config), 0
+    if train.optimizer == "muon":  # in 16 bits: ddp sends updates, fsdp also the directions that they are made of
+        updates = 2 * sum(block(config, layer).matrices for layer in range(config.n_layer))
+    if train.strategy == "hybrid":  # the ranks of a node divide the matrices
+        updates = 0
     if train.strategy != "fsdp":  # the sum of float32 gradients over the nodes, once
-        return 2 * 4 * count * (nodes - 1) / nodes
+        return (2 * 4 * count + updates) * (nodes - 1) / nodes
     passes = train.gradient_accumulation_steps(world_size)
     gathered = 4 if train.precision == "32-true" else 2
     if train.reshard_after_forward:
         gathered *= 2
-    return passes * (gathered + 4) * count * (world_size - 1) / world_size
+    return (passes * (gathered + 4) * count + 2 * updates) * (world_size - 1) / world_size
 
 
-def _mask_numbers(config: Any, train: TrainConfig, *, length: int, device: str) -> int:
+def _mask_numbers(config: Any, train: TrainConfig, *, length: int) -> int:
     """Return the numbers of the masks of a pass (models.attention), which all layers of one kind share."""
     capped = config.attention_logit_softcapping is not None
-    if device != "cpu" and train.compile != "none" and not capped:
-        return 0  # FlexAttention computes them
     masks = {has_window(config, layer) and config.sliding_window_size < length for layer in range(config.n_layer)}
     if train.attention == "documents":
         return len(masks) * train.micro_batch * length**2

@@ -140,6 +140,8 @@ class Loop:
         for step in range(first, spec.steps):
             if step % _STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect(1)
+            if self.done % train.checkpoint_every == 0:  # what is older: a save stops the training anyway
+                gc.collect()
             if step == self._profiler.next:
                 self._profiler.turn(step)
             training.heart.beat(self.done, "training", max_silence=max_silence)

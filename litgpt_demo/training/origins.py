@@ -147,7 +147,9 @@ def _in_run(storage: Storage, name: str) -> InitialWeights | None:
         return None
     weights = _pinned("checkpoint", storage, manifest.files).model_copy(update={"trained_on": manifest.trained_on})
     train = manifest.config.get("train")
-    return weights.model_copy(update={"trained_with": train.get("optimizer")}) if isinstance(train, dict) else weights
+    # A checkpoint that does not name its optimizer was written when AdamW was the only one.
+    named = train.get("optimizer") if isinstance(train, dict) else None
+    return weights.model_copy(update={"trained_with": named or "adamw"})
 
 
 def _in_folder(storage: Storage) -> InitialWeights | None:

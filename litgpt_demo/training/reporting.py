@@ -83,6 +83,7 @@ class Reporter:
             kind="start",
             step=resumed_from,
             steps=spec.steps,
+            run_tokens=spec.tokens_after(spec.steps),
             tokens_per_step=train.batch_sizes[-1] * length,
             parameters=sum(weight.numel() for weight in training.model.parameters()),
             world_size=fabric.world_size,

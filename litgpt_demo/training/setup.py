@@ -94,9 +94,15 @@ def compiled_part(train: TrainConfig, device: torch.device) -> str:
     """Return the part of the model to compile: `train.compile`, or what its `auto` is on this device."""
     if train.compile != "auto":
         return train.compile
-    # Triton compiles a launcher for each of its kernels by a C compiler.
+    if device.type != "cuda":
+        return "none"
+    # Triton compiles a launcher for each of its kernels by a C compiler, and executes it.
     has_compiler = any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang", "cc"))))
-    return "blocks" if device.type == "cuda" and has_compiler else "none"
+    try:
+        require_executable_cache(os.environ)
+    except UserError:
+        has_compiler = False
+    return "blocks" if has_compiler else "none"
 
 
 def _apply_fsdp(model: nn.Module, mesh: DeviceMesh, *, train: TrainConfig) -> nn.Module:
@@ -217,6 +223,9 @@ def apply_float8_ac_compile(model: LossGPT, train: TrainConfig, device: torch.de
             has = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
             what = f"train.float8=true needs a GPU that multiplies in float8 (H100, L4 or newer), but this is {has}"
             raise UserError(what, fix="leave train.float8 out")
+        if part == "none":
+            what = "train.float8=true needs train.compile=blocks, but this machine has no C compiler"
+            raise UserError(what, fix="install gcc, or leave train.float8 out")
         multiply_in_float8(model)
     if train.activation_checkpointing != "none":
         contexts = partial(create_selective_checkpoint_contexts, _selective_policy)

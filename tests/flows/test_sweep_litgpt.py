@@ -153,7 +153,8 @@ def test_trial_that_falls_behind_is_cancelled_with_its_step(swept: Swept, tmp_pa
         config = RunConfig(**groups)
         run = plan_run(config).name
         loss = float(config.train.seed)
-        step = 4 if loss != 5 else config.train.max_steps
+        step = 4 if loss != 5 else 8
+        module.ON_ROW.get()({"kind": "start", "step": 0, "steps": 8})
         module.ON_ROW.get()({"kind": "evaluation", "step": step, "validation_loss": loss})
         if loss in {2, 9}:
             await asyncio.to_thread(until, lambda: Index.of(str(tmp_path)).cancellations(run))

@@ -45,6 +45,11 @@ def test_time_left_includes_evaluations_plus_checkpoints() -> None:
     assert summary([START, *steps(1, 10), evaluation, checkpoint]).eta_seconds == pytest.approx(90 * (2.0 + 20.0 / 10))
 
 
+def test_time_left_counts_the_larger_batches_to_come() -> None:
+    start = {**START, "run_tokens": 400_000}
+    assert summary([start, *steps(1, 50)]).eta_seconds == pytest.approx(350_000 / 500.0)
+
+
 def test_progress_of_a_resumed_run_has_the_newest_pace() -> None:
     """It begins at the step of the checkpoint."""
     rows = [START, *steps(1, 60), {**START, "step": 50}]

@@ -141,3 +141,4 @@ def test_a_device_has_the_figures_of_its_own_variant() -> None:
     hopper, large, aws = (device_named(f"NVIDIA {name}") for name in ("GH200 480GB", "GH200 144G HBM3e", "A10G"))
     assert (hopper.memory, large.memory) == (96 * 10**9, 144 * 10**9)
     assert aws.peak("bfloat16") == 70e12
+    assert (aws.peak("float32"), device_named("Tesla T4").peak("float32")) == (35e12, 8.1e12), "in TF32 and without it"

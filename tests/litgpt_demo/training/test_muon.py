@@ -17,8 +17,8 @@ from litgpt_demo.errors import UserError
 from litgpt_demo.muon import Muon, orthogonalised
 from litgpt_demo.optimizers import OPTIMIZERS, block_matrices, set_learning_rate
 from litgpt_demo.storage import open_storage
-from litgpt_demo.training.checkpoints import folder_of, list_complete
-from litgpt_demo.training.origins import find_initial_weights
+from litgpt_demo.training.checkpoints import commit, folder_of, list_complete
+from litgpt_demo.training.origins import find_initial_weights, optimizer_problem
 from litgpt_demo.training.setup import apply_float8_ac_compile
 from litgpt_demo.training.starting import start_from
 
@@ -168,3 +168,14 @@ def test_the_state_of_another_optimizer_is_refused(finished: Path, alone: Path, 
     start_from(continued, find_initial_weights(str(alone), True, "/nowhere"))
     continued.feed.close()
     assert len(list_complete(open_storage(str(alone)))) == 2
+
+
+def test_a_checkpoint_without_an_optimizers_name_is_of_adamw(finished_copy: Path) -> None:
+    """Older ones have none, and there was no other."""
+    run = open_storage(str(finished_copy))
+    commit(run, list_complete(run)[0].model_copy(update={"config": {}}))
+    origin = find_initial_weights(str(finished_copy), True, "/nowhere")
+    assert optimizer_problem(origin, "adamw") is None
+    problem = optimizer_problem(origin, "muon")
+    assert problem is not None
+    assert "is that of adamw" in problem[0]

@@ -17,7 +17,6 @@ LEFT = f"━ 4/60\n{INTERRUPT}"
 CODES = {  # with which a page shows that a command ends
     "hang.yaml": 46,
     "name=priced": 40,
-    "model.name=Llama-3-8B": 40,  # too large
     "wandb={project: pages}": 40,  # no key
 }
 
