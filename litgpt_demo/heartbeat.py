@@ -189,10 +189,11 @@ def ask_for_stacks(beats: Iterable[Beat], *, within: float = timeouts.STACKS) ->
 
 
 # Frames in which a rank waits for its peers: torch's collectives and wrappers, the gradients' exchange that happens
-# below the backward pass, and the wait for a step's sums. Every rank of torchrun's has torch/distributed/elastic.
+# below the backward pass, and the waits for a step's sums and votes. Every rank of torchrun's has
+# torch/distributed/elastic.
 _WAITS = re.compile(
     r"torch/distributed/(?!elastic/)|torch/nn/parallel/distributed|in _engine_run_backward"
-    r'|training/step\.py", line \d+ in collect'
+    r'|training/step\.py", line \d+ in (collect|result)'
 )
 
 

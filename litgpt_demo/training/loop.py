@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from litgpt_demo import timeouts
-from litgpt_demo.config import content_hash
+from litgpt_demo.config import TrainingSpec, content_hash
 from litgpt_demo.data.batches import rank_slice, sample_ids_for_step
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.documents import read_manifest
@@ -44,7 +44,7 @@ from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.saving import Saver, SaveResult
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
-from litgpt_demo.training.step import MetricReducer, StepResult, evaluate, train_step
+from litgpt_demo.training.step import MetricReducer, StepResult, StopVote, evaluate, train_step
 
 _STEPS_BETWEEN_COLLECTIONS = 50
 """Steps after which each rank collects Python's garbage, all in the same step. By itself Python would do so in another
@@ -76,7 +76,7 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
             start_from(training, training.spec.origin)
         report, profiler = Reporter(training, resumed_from=resumed), Profiler(training, resumed_from=resumed)
         try:
-            on_result = partial(_report_save, report)
+            on_result = partial(_report_save, report, training.spec)
             with Saver(training, on_result=on_result, before_commit=report.publish_rows) as saver, _no_collections():
                 loop = Loop(training, report, saver, profiler, signals)
                 loop.run(resumed)
@@ -90,10 +90,13 @@ def fit(training: Training, *, seconds: float | None = None) -> None:
         report.close(step=loop.done, ended_well=not preempted)
         if preempted:
             # torchrun ends all ranks as soon as one has ended, so all must have come this far.
+            saved, continues = f"step {loop.done} is saved", "continues from it"
+            if loop.done == 0:
+                saved, continues = "no step had ended", "begins with the first one"
             if training.ranks.gather_then_broadcast(lambda: _BUDGET_EXCEEDED in signals, any):
-                what = f"the budget is spent, and step {loop.done} is saved"
-                raise UserError(what, fix="raise budget.max_usd and run again: the run continues from it")
-            raise Preempted(f"training was stopped; step {loop.done} is saved, and the next attempt continues from it")
+                what = f"the budget is spent, and {saved}"
+                raise UserError(what, fix=f"raise budget.max_usd and run again: the run {continues}")
+            raise Preempted(f"training was stopped; {saved}, and the next attempt {continues}")
     finally:
         budget.cancel()
         training.feed.close()
@@ -118,7 +121,7 @@ class Loop:
         self, training: Training, report: Reporter, saver: Saver, profiler: Profiler, signals: Sequence[int]
     ) -> None:
         self._training, self._report, self._saver, self._profiler = training, report, saver, profiler
-        self._signals = signals
+        self._signals, self._vote = signals, StopVote(training, signals)
         self._reducer = MetricReducer(training.fabric)
         self._skips_in_a_row = 0
         self.done = 0
@@ -146,7 +149,10 @@ class Loop:
                 self._profiler.turn(step)
             training.heart.beat(self.done, "training", max_silence=max_silence)
             max_silence = train.hang_timeout
-            stats = train_step(training, step)
+            stats = train_step(training, step, self._vote.result)
+            if stats is None:
+                self._stop_within_a_step(first)
+                return
             time_up = timer.seconds >= limit
             self._reducer.submit(step + 1, stats, leave=bool(self._signals), time_up=time_up)
             self.done = step + 1
@@ -166,6 +172,14 @@ class Loop:
             if self.stop_reason:
                 self._report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
+
+    def _stop_within_a_step(self, first: int) -> None:
+        self._collect(wait=True)
+        self.stop_reason = "preempted"
+        if self.done > first and self.done % self._training.spec.train.checkpoint_every != 0:  # else it is saved
+            self._training.heart.beat(self.done, "saving", max_silence=timeouts.STATE_TRANSFER)
+            self._report.pause(self._saver.save(self.done, None))
+        self._report.row(kind="leave", step=self.done, why=self.stop_reason)
 
     def _collect(self, *, wait: bool) -> str | None:
         # With `wait`, or a reason to stop, wait for the newest step too: a state that is not finite must not be saved,
@@ -258,22 +272,29 @@ class Loop:
         return f"{often} or train.precision=32-true usually fix it"
 
 
-def grace_warning(save: float, step: float, environ: Mapping[str, str]) -> str | None:
-    # On a GPU the running step and the one launched behind it end before the save begins.
+def grace_warning(save: float, step: float, passes: int, environ: Mapping[str, str]) -> str | None:
+    """Return the advice for a platform that would not wait for the save of a preempted training; `passes` are the
+    micro-batches of a step."""
+    # The running step ends, and on a GPU the one launched behind it. Of a step of several micro-batches it is the
+    # running one, the one in which all ranks vote, and the one launched behind that.
     grace = environ.get(GRACE)
-    needed = save + 2 * step
+    rest = 2 * step if passes == 1 else 3 * step / passes
+    needed = save + rest
     if grace is None or needed <= float(grace):
         return None
     return (
-        f"two steps and a save took {needed:.3g} s ({step:.3g} s a step, {save:.3g} s the save), but the platform "
+        f"the end of the running step and a save took {needed:.3g} s ({rest:.3g} s and {save:.3g} s), but the platform "
         f"waits {grace} s for a job that it preempts, so its last steps would be lost. Set platform.grace_period to "
         f"{math.ceil(needed + save)} where it can wait (a Spot VM ends after 30 s), or save more often with a "
         "smaller train.checkpoint_every"
     )
 
 
-def _report_save(report: Reporter, saved: SaveResult) -> None:
-    for text in (saved.warning, grace_warning(saved.seconds, report.step_seconds, os.environ)):
+def _report_save(report: Reporter, spec: TrainingSpec, saved: SaveResult) -> None:
+    batch = spec.samples_after(saved.step) - spec.samples_after(saved.step - 1)
+    passes = batch // (spec.world_size * spec.train.micro_batch)
+    grace = grace_warning(saved.seconds, report.step_seconds, passes, os.environ)
+    for text in (saved.warning, grace):
         if text is not None:
             warn(text)
     if saved.error is None:

@@ -1,12 +1,14 @@
 """One optimizer step, the reduction of its metrics across ranks, and one evaluation.
 
-No function here waits for the device, except in LitGPT's mixture of experts: each expert counts its tokens.
+No function here waits for all that the device has to do, except in LitGPT's mixture of experts: each expert counts its
+tokens. Between two micro-batches, the host waits for those that it launched before the newest one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -37,7 +39,9 @@ class LocalStepStats(NamedTuple):
     """For a mixture: each source's sum of this rank's losses of samples, and their number; on the device."""
 
 
-def train_step(training: Training, step: int) -> LocalStepStats:
+def train_step(training: Training, step: int, should_stop: Callable[[], bool] = lambda: False) -> LocalStepStats | None:
+    """Make one update. Every rank calls `should_stop` between two micro-batches, and if it returns True on all of them,
+    the step is given up: it returns None, and the weights and the optimizer stay as they were."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
     # Dropout is a function of the step, so a resumed run draws the same.
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
@@ -49,6 +53,9 @@ def train_step(training: Training, step: int) -> LocalStepStats:
     total, skips = torch.zeros((), device=fabric.device), train.on_nonfinite == "skip"
     windows, token_losses = training.data.train, list[Tensor]()
     for index, (inputs, targets) in enumerate(batches, 1):
+        if index > 1 and should_stop():
+            training.optimizer.zero_grad()
+            return None
         if isinstance(windows, MixtureDataset):
             module.per_token_loss_out = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
             token_losses.append(module.per_token_loss_out)
@@ -103,6 +110,34 @@ class StepResult(NamedTuple):
     local: LocalStepStats
     by_source: list[float]
     """For a mixture: the sums of each source's samples' losses, and then their numbers; of all ranks."""
+
+
+class StopVote:
+    """Lets all ranks know, between the same two micro-batches, that one of them received a signal.
+
+    A vote begins between two micro-batches and is read at the next such place, so no rank waits for it.
+    """
+
+    def __init__(self, training: Training, signals: Sequence[int]) -> None:
+        self._training, self._signals = training, signals
+        self._vote: tuple[Tensor, Any] | None = None
+        self._event: Any = None
+
+    def result(self) -> bool:
+        """Return the result of the vote before, and begin another. Every rank must call it."""
+        if self._training.fabric.device.type == "cuda":
+            # The host may launch one micro-batch ahead of the device: what it has launched has to end before a save.
+            launched_before, self._event = self._event, torch.cuda.current_stream().record_event()
+            if launched_before is not None:
+                launched_before.synchronize()
+        if self._training.fabric.world_size == 1:
+            return bool(self._signals)
+        before, stop = self._vote, torch.tensor([bool(self._signals)], dtype=torch.uint8)
+        self._vote = stop, dist.all_reduce(stop, dist.ReduceOp.MAX, group=self._training.ranks.group, async_op=True)
+        if before is None:
+            return False
+        before[1].wait()
+        return bool(before[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -324,18 +324,19 @@ def test_thirty_steps_are_litgpts_own(new_run: NewRun, tmp_path: Path, monkeypat
     assert our_losses[30] < our_losses[1] - 1
 
 
-def leave_in(step: int, run: Path) -> None:
-    """Train until the machine is taken away in the middle of `step`, the steps counting from 1."""
+def leave_in(step: int, run: Path, micro_batch: int = 4) -> None:
+    """Train until the machine is taken away in the middle of `step`, in one of its four micro-batches; both counts
+    begin at 1."""
     training, passes = training_of(run), 0
 
     def sigterm(*_: object) -> None:
         nonlocal passes
         passes += training.model.training
-        if passes == 4 * (step - 1) + 2:  # the second of the step's four micro-batches
+        if passes == 4 * (step - 1) + micro_batch:
             os.kill(os.getpid(), signal.SIGTERM)
 
     training.model.register_forward_pre_hook(sigterm)
-    with pytest.raises(Preempted, match=r"training was stopped; step \d+ is saved"):
+    with pytest.raises(Preempted, match=r"training was stopped; (step \d+ is saved|no step had ended)"):
         fit(training)
 
 
@@ -352,6 +353,19 @@ def test_a_preempted_training_saves_and_resumes_unchanged(new_run: NewRun, finis
     assert shards(run) == shards(finished)
     # The next attempt evaluates the step before its first one.
     assert told(run) == told(finished)
+    assert losses_kept(run) == losses_kept(finished)
+
+
+@pytest.mark.parametrize(("step", "saved"), [(8, 7), (5, 4), (1, 0)])
+def test_a_preempted_training_gives_up_its_step(new_run: NewRun, finished: Path, step: int, saved: int) -> None:
+    """It saves the step before unless that is saved, and the next attempt repeats the step."""
+    run = new_run("run")
+    leave_in(step, run, micro_batch=2)
+    assert [manifest.step for manifest in list_complete(open_storage(str(run)))][:1] == ([saved] if saved else [])
+    assert [(row["step"], row["why"]) for row in rows(run, "leave")] == [(saved, "preempted")]
+    train(run)
+    assert [row["step"] for row in rows(run, "start")] == [0, saved]
+    assert shards(run) == shards(finished)
     assert losses_kept(run) == losses_kept(finished)
 
 
@@ -408,7 +422,7 @@ def test_a_training_ends_at_max_time_and_resumes_with_more(new_run: NewRun) -> N
     assert newest(run).seconds >= first.seconds + 0.1
 
 
-def test_a_training_whose_budget_is_spent_saves_and_resumes(
+def test_a_training_whose_budget_is_spent_stops_and_resumes(
     new_run: NewRun, finished: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt began a minute ago, in an earlier life."""
@@ -418,24 +432,28 @@ def test_a_training_whose_budget_is_spent_saves_and_resumes(
     first = {"kind": "start", "step": 0, "attempt": 3, "node_started": time() - 60}
     (run / "metrics.jsonl").write_text(json.dumps(first) + "\n")
     assert seconds_left(open_storage(str(run)), 100) == pytest.approx(40, abs=5)
-    with pytest.raises(UserError, match=r"the budget is spent, and step \d+ is saved; raise budget\.max_usd"):
+    spent = r"the budget is spent, and (step \d+ is saved|no step had ended); raise budget\.max_usd and run again"
+    with pytest.raises(UserError, match=spent):
         main(["--run", str(run), "--seconds", "50"])
-    saved = newest(run).step
-    assert 0 < saved < 12
+    [leave] = rows(run, "leave")
+    assert (leave["step"] < 12, leave["why"]) == (True, "preempted")
     assert rows(run, "end") == []
     train(run)
     assert newest(run).step == 12
     assert shards(run) == shards(finished)
 
 
-def test_grace_warning_counts_two_steps_beside_the_save() -> None:
-    """The step that runs and the one launched behind it end before the save begins."""
-    assert grace_warning(29.0, 0.5, {"LITGPT_GRACE": "30"}) is None
-    assert grace_warning(29.0, 9.0, {}) is None  # started by hand: nobody waits for so long
-    assert "platform.grace_period to 91" in str(grace_warning(45.2, 0.1, {"LITGPT_GRACE": "30"}))
-    slow = str(grace_warning(12.0, 10.0, {"LITGPT_GRACE": "30"}))
-    assert "took 32 s (10 s a step, 12 s the save)" in slow
+def test_grace_warning_counts_what_runs_before_a_save() -> None:
+    """A step that runs and the one launched behind it; or three micro-batches of it."""
+    environ = {"LITGPT_GRACE": "30"}
+    assert grace_warning(29.0, 0.5, 1, environ) is None
+    assert grace_warning(29.0, 9.0, 1, {}) is None  # started by hand: nobody waits for so long
+    assert "platform.grace_period to 91" in str(grace_warning(45.2, 0.1, 1, environ))
+    slow = str(grace_warning(12.0, 10.0, 1, environ))
+    assert "took 32 s (20 s and 12 s)" in slow
     assert "platform.grace_period to 44" in slow
+    assert grace_warning(12.0, 10.0, 2, environ) is None
+    assert "took 31 s (15 s and 16 s)" in str(grace_warning(16.0, 10.0, 2, environ))
 
 
 def test_a_rank_that_waits_for_sums_waits_for_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
