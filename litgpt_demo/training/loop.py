@@ -187,6 +187,7 @@ class Loop:
         in_flight, stop_reason = 0 if wait else 1, None
         while (result := self._reducer.collect(max_in_flight=in_flight)) is not None:
             self._handle_step(result)
+            self._vote.adapt(result.seconds, micro_batches_of(self._training.spec, result.done))
             if result.stop_reason is not None:
                 in_flight, stop_reason = 0, result.stop_reason
         return stop_reason
@@ -272,13 +273,18 @@ class Loop:
         return f"{often} or train.precision=32-true usually fix it"
 
 
-def grace_warning(save: float, step: float, passes: int, environ: Mapping[str, str]) -> str | None:
-    """Return the advice for a platform that would not wait for the save of a preempted training; `passes` are the
-    micro-batches of a step."""
-    # The running step ends, and on a GPU the one launched behind it. Of a step of several micro-batches it is the
-    # running one, the one in which all ranks vote, and the one launched behind that.
+def micro_batches_of(spec: TrainingSpec, step: int) -> int:
+    """Return the micro-batches of each rank in a step; steps count from 1."""
+    batch = spec.samples_after(step) - spec.samples_after(step - 1)
+    return batch // (spec.world_size * spec.train.micro_batch)
+
+
+def grace_warning(save: float, step: float, micro_batches: int, environ: Mapping[str, str]) -> str | None:
+    """Return the advice for a platform that would not wait for the save of a preempted training."""
+    # The running step ends, and on a GPU the one launched behind it. A step of several micro-batches may be given up:
+    # after the running one, the one in which all ranks vote, and the one launched behind that.
     grace = environ.get(GRACE)
-    rest = 2 * step if passes == 1 else 3 * step / passes
+    rest = min(2 * step, max(3 * step / micro_batches, 3 * StopVote.SECONDS))
     needed = save + rest
     if grace is None or needed <= float(grace):
         return None
@@ -291,9 +297,8 @@ def grace_warning(save: float, step: float, passes: int, environ: Mapping[str, s
 
 
 def _report_save(report: Reporter, spec: TrainingSpec, saved: SaveResult) -> None:
-    batch = spec.samples_after(saved.step) - spec.samples_after(saved.step - 1)
-    passes = batch // (spec.world_size * spec.train.micro_batch)
-    grace = grace_warning(saved.seconds, report.step_seconds, passes, os.environ)
+    micro_batches = micro_batches_of(spec, saved.step)
+    grace = grace_warning(saved.seconds, report.step_seconds, micro_batches, os.environ)
     for text in (saved.warning, grace):
         if text is not None:
             warn(text)

@@ -108,6 +108,8 @@ class StepResult(NamedTuple):
     ended: float
     """When the device came to the end of the step, on the monotonic clock."""
     local: LocalStepStats
+    seconds: float
+    """The time of the step by the clocks of the hosts, on average."""
     by_source: list[float]
     """For a mixture: the sums of each source's samples' losses, and then their numbers; of all ranks."""
 
@@ -115,22 +117,36 @@ class StepResult(NamedTuple):
 class StopVote:
     """Lets all ranks know, between the same two micro-batches, that one of them received a signal.
 
-    A vote begins between two micro-batches and is read at the next such place, so no rank waits for it.
+    The ranks vote about every half second, or between all micro-batches if those take longer. A vote is read when the
+    next one begins, so no rank waits for it.
     """
+
+    SECONDS = 0.5
 
     def __init__(self, training: Training, signals: Sequence[int]) -> None:
         self._training, self._signals = training, signals
+        self._calls = 0
+        self._calls_per_vote = 1
         self._vote: tuple[Tensor, Any] | None = None
         self._event: Any = None
 
+    def adapt(self, step_seconds: float, micro_batches: int) -> None:
+        """Adapt the pace of the votes to a step's time, which must be the same on all ranks."""
+        self._calls_per_vote = max(1, math.ceil(self.SECONDS * micro_batches / step_seconds))
+
     def result(self) -> bool:
-        """Return the result of the vote before, and begin another. Every rank must call it."""
+        """Return the result of the vote before if it is time for another, which begins. Every rank must call it."""
+        is_alone = self._training.fabric.world_size == 1
+        self._calls += 1
+        if self._calls < self._calls_per_vote and not is_alone:
+            return False
+        self._calls = 0
         if self._training.fabric.device.type == "cuda":
             # The host may launch one micro-batch ahead of the device: what it has launched has to end before a save.
             launched_before, self._event = self._event, torch.cuda.current_stream().record_event()
             if launched_before is not None:
                 launched_before.synchronize()
-        if self._training.fabric.world_size == 1:
+        if is_alone:
             return bool(self._signals)
         before, stop = self._vote, torch.tensor([bool(self._signals)], dtype=torch.uint8)
         self._vote = stop, dist.all_reduce(stop, dist.ReduceOp.MAX, group=self._training.ranks.group, async_op=True)
@@ -162,11 +178,15 @@ class MetricReducer:
         self._on_gpu = fabric.device.type == "cuda"
         self._pending: deque[_Pending] = deque()
         self._last_event, self._last_ended = self._record_event(), monotonic()
+        self._last_submitted = monotonic()
 
     def submit(self, done: int, local: LocalStepStats, *, leave: bool, time_up: bool) -> None:
         """Begin to reduce the figures of a step. All ranks do so in the same order."""
-        flags = torch.tensor([leave, time_up], dtype=torch.float64, pin_memory=self._on_gpu)
-        figures = [torch.stack([local.loss.double(), local.norm.double()]), flags.to(self._device, non_blocking=True)]
+        now = monotonic()
+        known = [leave, time_up, now - self._last_submitted]
+        self._last_submitted = now
+        own = torch.tensor(known, dtype=torch.float64, pin_memory=self._on_gpu)
+        figures = [torch.stack([local.loss.double(), local.norm.double()]), own.to(self._device, non_blocking=True)]
         if local.by_source is not None:
             figures.append(local.by_source.flatten())
         sums, ready = torch.cat(figures), None
@@ -191,15 +211,15 @@ class MetricReducer:
             self._last_event, self._last_ended = step.ready, ended
         elif step.ready is not None:
             step.ready.wait()
-        loss, norm, leave, time_up, *by_source = step.sums.tolist()
+        loss, norm, leave, time_up, seconds, *by_source = step.sums.tolist()
         reason = None
         if leave > 0:
             reason = "preempted"
         elif time_up > 0:
             reason = "max_time"
         # The norm is the whole gradient's on every rank.
-        loss, norm = loss / self._world_size, norm / self._world_size
-        return StepResult(step.done, loss, norm, reason, ended, step.local, by_source)
+        loss, norm, seconds = (figure / self._world_size for figure in (loss, norm, seconds))
+        return StepResult(step.done, loss, norm, reason, ended, step.local, seconds, by_source)
 
     def _record_event(self) -> Any:
         if not self._on_gpu:

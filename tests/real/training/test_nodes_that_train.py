@@ -154,6 +154,41 @@ def test_a_full_disk_of_one_rank_costs_all_of_them_one_save(new_run: NewRun, tmp
     assert not (run / folder_of(1)).exists()
 
 
+ONE_MACHINE_IS_TAKEN_AWAY = """
+import json, os, signal, sys
+from pathlib import Path
+from states import training_of
+from litgpt_demo.errors import Preempted
+from litgpt_demo.training.loop import fit
+
+training, passes = training_of(Path(sys.argv[1])), 0
+rank = training.fabric.global_rank
+
+def count(*_):
+    global passes
+    passes += training.model.training
+    if passes == 10 and rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+training.model.register_forward_hook(count)
+try:
+    fit(training)
+except Preempted as error:
+    Path(sys.argv[2], f"{rank}.json").write_text(json.dumps([passes, str(error)]))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_give_up_a_step_after_the_same_micro_batch(new_run: NewRun, tmp_path: Path, strategy: str) -> None:
+    run = new_run("run", strategy=strategy, world_size=2, global_batch=64, micro_batch=1)
+    outcomes = on_two_ranks(ONE_MACHINE_IS_TAKEN_AWAY, run, tmp_path / "place")
+    # The ranks vote before each of the first step's 32 micro-batches, because its time is not known yet.
+    assert outcomes[0] == outcomes[1]
+    assert 10 < outcomes[0][0] < 14
+    assert "no step had ended" in outcomes[0][1]
+    assert list_complete(open_storage(str(run))) == []
+
+
 ONE_LOSS_IS_INFINITE = """
 import json, math, sys
 from pathlib import Path
