@@ -141,13 +141,8 @@ Duplicate = Annotated[
 Replace = Annotated[bool, typer.Option("--replace", help="First cancel another job of this name that is running.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
-_SPARED = (
-    "flow run",
-    "attempts",
-    "platform",
-    "age",
-    "validation",
-)  # columns that a narrow terminal does without, in this order
+# The columns that a narrow terminal does without, in this order.
+_SPARED = ("flow run", "attempts", "platform", "age", "validation")
 
 
 def main() -> None:

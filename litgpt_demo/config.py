@@ -828,9 +828,6 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             raise ValueError(f"the stages of train.global_batch begin after {starts}; {fix}")
         if len({start < 1 for start in starts[1:]}) > 1:
             raise ValueError(f"the stages of train.global_batch begin after {starts}; give all in steps or as shares")
-        steps = self.max_steps
-        if steps is not None and (problem := self.batch_problem(steps, f"train.max_steps={steps}")) is not None:
-            raise ValueError("; ".join(problem))
         return self
 
     @model_validator(mode="after")
@@ -838,8 +835,9 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
         high, low, steps = self.learning_rate, self.min_learning_rate, self.max_steps
         if low is not None and low > high:
             raise ValueError(f"train.min_learning_rate={low} is above train.learning_rate={high}; are they swapped?")
-        if steps is not None and (problem := schedule_problem(self, steps, f"train.max_steps={steps}")) is not None:
-            raise ValueError("; ".join(problem))
+        if steps is not None:
+            for problem, fix in self.step_problems(steps, f"train.max_steps={steps}").values():
+                raise ValueError(f"{problem}; {fix}")
         return self
 
     @model_validator(mode="after")
@@ -924,13 +922,18 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             samples, end = samples + (end - start) * stage.batch, start
         return samples
 
-    def batch_problem(self, steps: int, steps_text: str) -> tuple[str, str] | None:
-        """Return an error and its fix if a stage of the batch has no step; `steps_text` names the run's steps."""
+    def step_problems(self, steps: int, steps_text: str) -> dict[str, tuple[str, str]]:
+        """Return the settings that do not fit the run's steps, each with an error and its fix; `steps_text` names the
+        steps."""
+        problems = {}
+        schedule = schedule_problem(self, steps, steps_text)
+        if schedule is not None:
+            problems["train.warmup_steps"] = schedule
         starts = [in_steps(stage.after, steps) for stage in self.batch_stages]
-        if all(earlier < later for earlier, later in pairwise([*starts, steps])):
-            return None
-        problem = f"the stages of train.global_batch begin after {starts} steps, so one has no step of {steps_text}"
-        return problem, "lower `after`, or give a number instead of stages"
+        if any(earlier >= later for earlier, later in pairwise([*starts, steps])):
+            what = f"the stages of train.global_batch begin after {starts} steps, so one has no step of {steps_text}"
+            problems["train.global_batch"] = what, "lower `after`, or give a number instead of stages"
+        return problems
 
     def shard_degree(self, nodes: int, processes: int) -> int:
         """Return the number of ranks that share one copy of the model; `processes` are those of each node."""

@@ -36,6 +36,8 @@ class OptimizerKind:
     """The same for the numbers in `block_matrices`."""
     matrix_copies: int
     """Copies of the largest matrix that an update holds at the same time, in the type in which it multiplies them."""
+    flops_per_matrix_number: int
+    """Operations of an update for each number in `block_matrices` and each number of the embedding's width."""
     build: Callable[[nn.Module, TrainConfig, bool], Optimizer]
     """Make one for a model. The flag says whether a scaler of losses takes part, as in 16-mixed."""
 
@@ -109,6 +111,7 @@ OPTIMIZERS = {
         state_per_parameter=2,
         state_per_matrix_number=2,
         matrix_copies=0,
+        flops_per_matrix_number=0,
         build=_adamw,
     ),
     "muon": OptimizerKind(
@@ -118,6 +121,9 @@ OPTIMIZERS = {
         state_per_parameter=2,
         state_per_matrix_number=1,
         matrix_copies=6,
+        # Five iterations of three products: 20 m per number and 10 m * m / n of a matrix of m rows and n >= m columns.
+        # That is 30 for queries, keys and values, and 22.5 for an MLP of four times the width.
+        flops_per_matrix_number=25,
         build=_muon,
     ),
 }

@@ -15,7 +15,7 @@ import psutil
 from launcher.config import RunConfig
 from launcher.formatting import bytes_text, count_text, duration_text
 from launcher.machines import ListPrice, Machine
-from litgpt_demo import catalogue
+from launcher.runs.run import model_of
 from litgpt_demo.config import TrainConfig
 from litgpt_demo.errors import Finding
 from litgpt_demo.metrics import Row
@@ -171,15 +171,6 @@ def _speed(config: RunConfig, metrics: Sequence[Row]) -> tuple[float | None, str
     else:
         return None, ""
     return speed * 1e9, f"{8 * speed:,.0f} Gbit/s ({how})"
-
-
-def model_of(config: RunConfig, vocab_size: int | None) -> Any:
-    """Return LitGPT's Config of the model; None if it needs the vocabulary of a tokenizer that is not known yet."""
-    model = config.model
-    if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
-        return None
-    length = model.sequence_length
-    return catalogue.config_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size)
 
 
 def figures(

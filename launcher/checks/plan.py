@@ -26,7 +26,7 @@ from launcher.images.settings import BuiltImage, CloudBuildImage, NoImage
 from launcher.job import PREVIEW, UNBUILT, Submission
 from launcher.runs.attempts import JobHandle, job_handle, resolve_name_conflicts
 from launcher.runs.restarts import RestartPolicy
-from launcher.runs.run import Run, Script, plan_run, plan_script, preview_run, steps_of, training_spec
+from launcher.runs.run import Run, Script, model_of, plan_run, plan_script, preview_run, steps_of, training_spec
 from launcher.runs.sweeps import runs_of, trials
 from litgpt_demo import timeouts
 from litgpt_demo.config import RestartSettings, TrainedTokenizer, content_hash
@@ -41,7 +41,7 @@ from litgpt_demo.data.dataset import (
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable
 from litgpt_demo.export import finished
 from litgpt_demo.metrics import damaged_lines
-from litgpt_demo.models.estimates import flops_per_token
+from litgpt_demo.models.estimates import flops_per_token, update_flops
 from litgpt_demo.runs import EVALUATIONS, FINAL, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
@@ -212,8 +212,10 @@ class Inspection:
         return samples * self.run.config.model.sequence_length
 
     def flops_since(self, done: int) -> float:
-        model = arithmetic.model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
-        return float(self.tokens_since(done)) * flops_per_token(model, self.run.config.model.sequence_length)
+        model = model_of(self.run.config, self.vocabulary or _UNKNOWN_VOCABULARY)
+        config = self.run.config
+        of_tokens = float(self.tokens_since(done)) * flops_per_token(model, config.model.sequence_length)
+        return of_tokens + max(0, (self.steps or 0) - done) * update_flops(model, config.train)
 
     @property
     def cost(self) -> arithmetic.Expected | None:

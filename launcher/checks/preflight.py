@@ -38,7 +38,6 @@ from litgpt_demo.config import EvaluationConfig, InitialWeights, ModelConfig, Tr
 from litgpt_demo.data.dataset import DatasetManifest, PlannedDataset
 from litgpt_demo.errors import Finding, TrainLitgptError, Unreachable, UserError
 from litgpt_demo.node.checks import check_packages
-from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import bucket_path, is_remote, open_storage
 from litgpt_demo.storage.bucket import BucketStorage
 from litgpt_demo.storage.private import environment_of_readers
@@ -108,12 +107,8 @@ def _check_schedule(config: RunConfig, *, vocab_size: int | None) -> Iterator[Fi
         length = f"train.tokens_per_parameter={train.tokens_per_parameter}"
         if train.max_tokens is not None:
             length = f"train.max_tokens={train.max_tokens:,}"
-        text = f"the {steps:,} steps that {length} makes"
-        problems = {
-            "train.warmup_steps": schedule_problem(train, steps, text),
-            "train.global_batch": train.batch_problem(steps, text),
-        }
-        yield from (Finding("error", code, *problem) for code, problem in problems.items() if problem is not None)
+        problems = train.step_problems(steps, f"the {steps:,} steps that {length} makes")
+        yield from (Finding("error", code, *problem) for code, problem in problems.items())
 
 
 def _check_products(train: TrainConfig, model: ModelConfig) -> Iterator[Finding]:

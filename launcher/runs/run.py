@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from pydantic import Field, JsonValue
 
@@ -28,7 +29,6 @@ from litgpt_demo.errors import NetworkError, Unreachable, UserError
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
 from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, write_document
-from litgpt_demo.schedules import schedule_problem
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.origins import find_initial_weights
 
@@ -117,21 +117,27 @@ def run_of(config: RunConfig, dataset: PlannedDataset, origin: InitialWeights | 
     return Run(config=config, dataset=dataset, id=run_id, origin=origin)
 
 
+def model_of(config: RunConfig, vocab_size: int | None) -> Any:
+    """Return LitGPT's Config of the model; None if it needs the vocabulary of a tokenizer that is not known yet."""
+    model = config.model
+    if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
+        return None
+    length = model.sequence_length
+    return catalogue.config_of(model.name, model.config, sequence_length=length, vocab_size=vocab_size)
+
+
 def steps_of(config: RunConfig, *, tokens: int | None, vocab_size: int | None) -> int | None:
     """Return the optimizer steps of a run; None if they depend on the `tokens` of the training split or on the
     vocabulary, and that is None."""
-    train, model = config.train, config.model
-    parameters = 0
+    train, parameters = config.train, 0
     if train.tokens_per_parameter is not None:
-        if vocab_size is None and catalogue.padded_vocabulary(model.name, model.config) is None:
+        model = model_of(config, vocab_size)
+        if model is None:
             return None
-        gpt = catalogue.config_of(
-            model.name, model.config, sequence_length=model.sequence_length, vocab_size=vocab_size
-        )
-        parameters = estimates.parameters(gpt)
+        parameters = estimates.parameters(model)
     elif tokens is None and train.max_steps is None and train.max_tokens is None:
         return None
-    return train.steps(tokens=tokens or 0, sequence_length=model.sequence_length, parameters=parameters)
+    return train.steps(tokens=tokens or 0, sequence_length=config.model.sequence_length, parameters=parameters)
 
 
 def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
@@ -148,10 +154,8 @@ def training_spec(run: Run, dataset: DatasetManifest) -> TrainingSpec:
         require_document_ends(dataset)
     steps = steps_of(config, tokens=dataset.train.tokens, vocab_size=dataset.vocab_size)
     assert steps is not None
-    steps_text = f"the run's {steps} steps"
-    problem = schedule_problem(config.train, steps, steps_text) or config.train.batch_problem(steps, steps_text)
-    if problem:
-        raise UserError(problem[0], fix=problem[1])
+    for what, fix in config.train.step_problems(steps, f"the run's {steps} steps").values():
+        raise UserError(what, fix=fix)
     return TrainingSpec(
         run=run.name,
         dataset=run.root.address(run.dataset.path),

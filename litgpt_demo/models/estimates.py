@@ -125,6 +125,12 @@ def flops_per_token(config: Any, length: int) -> int:
     return 6 * used_parameters(config) + attention_flops(config, length)
 
 
+def update_flops(config: Any, train: TrainConfig) -> int:
+    """The operations of an optimizer's matrix products in one step, of all devices that share a copy of the model."""
+    numbers = sum(block(config, layer).matrices for layer in range(config.n_layer))
+    return int(optimizer_of(train).flops_per_matrix_number * config.n_embd * numbers)
+
+
 # Rows x vocabulary x 4 bytes of logits at a time. On a CPU what a large cache can hold; on a GPU enough to fill it.
 CHUNK_BYTES = {"cpu": 50 << 20, "cuda": 1 << 30}
 

@@ -94,8 +94,8 @@ class _Resumption:
     def _needs(self, manifest: CheckpointManifest) -> tuple[int, set[str]]:
         training = self._training
         precision = training.fabric.strategy.precision.state_dict()
-        average = training.average.tensors if training.average else None
-        state = training_state(training.model.module, training.optimizer.optimizer, precision, average)
+        optimizer = training.optimizer.optimizer
+        state = training_state(training.model.module, optimizer, precision, training.average_tensors)
         return self._node, files_of_state(state, self._scratch, address=self._folder(manifest).address())
 
     def _fetch(self, manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:
@@ -145,8 +145,7 @@ class _Resumption:
         model, optimizer = self._training.model.module, self._training.optimizer.optimizer
         precision, folder = self._training.fabric.strategy.precision, self._folder(manifest)
         local, address = folder.local_path(), folder.address()
-        average = self._training.average.tensors if self._training.average else None
-        files = local or self._scratch
+        average, files = self._training.average_tensors, local or self._scratch
         load_checkpoint(model, optimizer, files, precision=precision, average=average, address=address)
         self._ranks.run_on_rank_zero(lambda: None)  # until then some rank may still read
         if local is None and self._local_rank == 0:

@@ -99,8 +99,8 @@ class Saver:
         self._finalize()
         training, device = self._training, self._training.fabric.device
         precision = training.fabric.strategy.precision.state_dict()
-        average = training.average.tensors if training.average else None
-        state = training_state(training.model.module, training.optimizer.optimizer, precision, average)
+        optimizer = training.optimizer.optimizer
+        state = training_state(training.model.module, optimizer, precision, training.average_tensors)
         ready_event = None
         if device.type == "cuda":  # the device must have come this far before the state may be read
             ready_event = torch.cuda.current_stream(device).record_event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -281,6 +282,7 @@ class Training:
     scratch: Path
     timer: TrainingTimer = field(default_factory=TrainingTimer)
     average: WeightAverage | None = None
+    """The moving average of the weights, with train.weight_average."""
     heart: Heartbeat = field(default_factory=lambda: Heartbeat(max_silence=0, environ={}))
     """Writes this rank's heartbeats for its node; none unless it is set."""
 
@@ -288,6 +290,11 @@ class Training:
     def ranks(self) -> Ranks:
         """All ranks, for the collective calls of the thread that trains. The first reader waits for the others."""
         return Ranks.of(self.fabric)
+
+    @property
+    def average_tensors(self) -> Mapping[str, Tensor] | None:
+        """The averaged weights by name, if there are."""
+        return None if self.average is None else self.average.tensors
 
     @property
     def scaler(self) -> Any:

@@ -27,7 +27,7 @@ from litgpt_demo.config import InitialWeights, ModelConfig, Settings
 from litgpt_demo.documents import fetch_verified, read_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.models.huggingface import HuggingFaceModel, Tensors, huggingface_model
-from litgpt_demo.models.model import litgpt_config, unchecked_config
+from litgpt_demo.models.model import unchecked_config
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import checkpoint_reader
 from litgpt_demo.training.checkpoint_reader import AVERAGE, OPTIMIZER, WEIGHTS, explain_unpickling_errors
@@ -71,6 +71,8 @@ def start_from(training: Training, origin: InitialWeights) -> None:
         part = files[local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
     fix = "the weights have changed since the run was submitted: put them back, or submit it again"
     ranks.gather_then_broadcast(lambda: fetch_verified(storage, part, lambda: folder, fix), lambda _: None)
+    # Making an optimizer's state may be collective, so no rank begins to read before all can.
+    ranks.gather_then_broadcast(lambda: _require_tensors(training, origin, folder), lambda _: None)
     ranks.gather_then_broadcast(lambda: _read_weights(training, origin, folder), lambda _: None)
     if training.average is not None:
         training.average.restart()
@@ -78,13 +80,15 @@ def start_from(training: Training, origin: InitialWeights) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _require_tensors(training: Training, origin: InitialWeights, folder: Path) -> None:
+    problems = tensor_problems(training.model.module.config, origin, folder)
+    if problems:
+        raise DataError("; ".join(problems), fix=_FIX)
+
+
 @torch.no_grad()
 def _read_weights(training: Training, origin: InitialWeights, folder: Path) -> None:
     model, optimizer = training.model.module, training.optimizer.optimizer
-    config = litgpt_config(training.spec.model, vocab_size=training.data.manifest.vocab_size)
-    problems = tensor_problems(config, origin, folder)
-    if problems:
-        raise DataError("; ".join(problems), fix=_FIX)
     state: dict[str, Any] = get_model_state_dict(model)
     if origin.optimizer:
         precision = training.fabric.strategy.precision
@@ -92,7 +96,7 @@ def _read_weights(training: Training, origin: InitialWeights, folder: Path) -> N
     elif origin.kind == "checkpoint":
         checkpoint_reader.load_weights(folder, state, address=origin.address)
     else:
-        for part in _iter_weights(config, origin, folder):
+        for part in _iter_weights(model.config, origin, folder):
             for name, tensor in part.items():
                 _copy(tensor, state[name])
     if origin.kind == "litgpt" and training.ranks.rank == 0:

@@ -62,6 +62,20 @@ def test_the_arithmetic_is_what_torch_counts_and_the_papers_say() -> None:
     assert 3e11 * estimates.flops_per_token(gpt3, 2048) == pytest.approx(3.14e23, rel=0.06)
 
 
+@pytest.mark.parametrize(("name", "error"), [("pythia-14m", 0.05), ("Llama-3.2-1B", 0.25)])
+def test_the_arithmetic_of_an_update_is_what_torch_counts(name: str, error: float) -> None:
+    """Of Muon, about: wide matrices need less for each of their numbers."""
+    config, train = completed(name, {"n_layer": 1, "n_embd": 128, "n_head": 8}), TrainConfig(optimizer="muon")
+    model = built(config)
+    for weight in model.parameters():
+        weight.grad = torch.empty_like(weight)
+    optimizer = optimizer_of(train).build(model, train, False)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    assert estimates.update_flops(config, train) == pytest.approx(counter.get_total_flops(), rel=error)
+    assert estimates.update_flops(config, TrainConfig()) == 0
+
+
 SMALL = {
     "n_layer": 2, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "intermediate_size": 512, "padded_vocab_size": 2048,
 }  # fmt: skip
