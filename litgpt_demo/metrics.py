@@ -74,6 +74,7 @@ COLUMNS = {
         float, "evaluation", "That loss per byte of text. It compares models with different tokenizers.", "bits",
         in_csv=True,
     ),
+    "batch_sha256": Column(_Text, "step", "Digest of the samples of the step's batch."),
     "tokens_per_second": Column(
         float, "step", "Rate of the whole job, without evaluations and saves.", "tokens/s", in_csv=True
     ),
@@ -106,6 +107,10 @@ COLUMNS = {
     ),
     "path": Column(_Text, "checkpoint", "Folder of the checkpoint in the run."),
     "taken": Column(_Seconds, "checkpoint", "When its state was taken, by the clock of `elapsed`.", "s"),
+    "weights_sha256": Column(_Text, "checkpoint", "Digest of the weights."),
+    "batches_sha256": Column(_Text, "checkpoint", "Digest of all batches until then."),
+    "previous_chain": Column(_Text, "checkpoint", "The `chain_sha256` of the checkpoint before."),
+    "chain_sha256": Column(_Text, "checkpoint", "Digest of the three columns before it."),
     "first_step_seconds": Column(_Seconds, "step", "Time of the attempt's first step, which also compiles.", "s"),
     "why": Column(_Text, "skip leave", "The reason."),
     "steps": Column(_Count, "start", "Steps of the whole run.", "steps"),

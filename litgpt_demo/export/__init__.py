@@ -54,6 +54,8 @@ class FinalManifest(Settings):
     run: str
     step: int
     tokens: int
+    chain: str | None = None
+    """The chain of digests of its checkpoint (docs/reference/digests.md); None if an older version saved that."""
     complete: bool = True
     """True if the run ends with this step; a model may be collected on the way."""
     average: bool = False

@@ -34,7 +34,7 @@ from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.parent import follow_parent, report_progress
 from litgpt_demo.runs import CONFIG, FINAL, FINAL_AVERAGE, HUGGINGFACE, LITGPT, read_spec
-from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.storage import Storage, open_storage, sha256_of
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoint_reader import AVERAGE, MODEL, files_of_weights
@@ -78,9 +78,12 @@ def export(
         folder, final = scratch / FINAL, run.within(place)
         write_card(run, spec, chosen, made, folder)
         run.remove(place)
-        paths = sorted(path for path in folder.rglob("*") if path.is_file())
-        files = [final.upload(path, path.relative_to(folder).as_posix(), move=True) for path in paths]
-        manifest = made.model_copy(update={"files": tuple(FileRecord.of(stored) for stored in files)})
+        files = []
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+            digest = sha256_of(path)
+            stored = final.upload(path, path.relative_to(folder).as_posix(), move=True)
+            files.append(FileRecord.of(stored, sha256=digest))
+        manifest = made.model_copy(update={"files": tuple(files), "chain": chosen.link and chosen.link.chain})
         write_manifest(final, manifest)
         return manifest
 

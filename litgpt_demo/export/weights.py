@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from litgpt_demo.models.huggingface import Rename, Tensors
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training.checkpoint_reader import MODEL, load_weights, read_index
+from litgpt_demo.training.digests import Leaves, row_leaves, weights_digest
 
 SHARD_BYTES = 5_000_000_000
 """Hugging Face's own limit: a file of this size can be fetched again when a download is cut short."""
@@ -56,6 +57,12 @@ class Weights:
         tensors = {name: torch.empty_like(self.forms[name], device="cpu") for name in names}
         load_weights(self.shards, tensors, kind=self._kind, address=self._address)
         return tensors
+
+    def digest(self) -> str:
+        """Return the digest that the training recorded of them (docs/reference/digests.md)."""
+        tensors = (named for names in self.blocks for named in self.read(names).items())
+        parts = (Leaves(name, 0, row_leaves(tensor)) for name, tensor in tensors)
+        return weights_digest(parts, {name: (form.dtype, form.shape) for name, form in self.forms.items()})
 
 
 def write_litgpt(weights: Weights, path: Path) -> None:

@@ -15,6 +15,7 @@ from litgpt_demo.documents import FileRecord, at_rest, differences, misread, par
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import MANIFEST, Storage
 from litgpt_demo.storage.base import copy_with_crc
+from litgpt_demo.training.chain import Link
 
 FORMAT = 2
 INDEX = ".metadata"
@@ -40,6 +41,8 @@ class CheckpointManifest(Settings):
     """The validation loss of this step, if it was evaluated; nats per token."""
     evaluation_samples: int | None = None
     """The `train.evaluation_samples` of that loss; with the dataset they determine the samples."""
+    link: Link | None = None
+    """Its digests; None in a checkpoint of an older version."""
     world_size: int
     versions: dict[str, str]
     files: tuple[FileRecord, ...]

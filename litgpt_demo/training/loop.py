@@ -186,6 +186,7 @@ class Loop:
         # because every later attempt would resume from it.
         in_flight, stop_reason = 0 if wait else 1, None
         while (result := self._reducer.collect(max_in_flight=in_flight)) is not None:
+            self._training.chain.add(result.done, result.batch_sha256)
             self._handle_step(result)
             self._vote.adapt(result.seconds, micro_batches_of(self._training.spec, result.done))
             if result.stop_reason is not None:
@@ -310,6 +311,7 @@ def _report_save(report: Reporter, spec: TrainingSpec, saved: SaveResult) -> Non
             save_seconds=round(saved.seconds, 2),
             bytes=saved.size,
             path=checkpoints.folder_of(saved.step),
+            **(saved.link.columns() if saved.link else {}),
             **report.elapsed("taken", saved.taken),
         )
         report.publish()

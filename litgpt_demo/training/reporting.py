@@ -136,6 +136,7 @@ class Reporter:
             loss=result.loss,
             learning_rate=learning_rate_at(train, result.done - 1, steps=spec.steps),
             grad_norm=result.grad_norm,
+            batch_sha256=result.batch_sha256,
             tokens=tokens,
             **self._by_source(result.done),
             tokens_per_second=round(pace, 1),

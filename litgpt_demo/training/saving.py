@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
@@ -40,8 +40,10 @@ from litgpt_demo.documents import FileRecord
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.training import checkpoints
+from litgpt_demo.training.chain import Link
 from litgpt_demo.training.checkpoint_reader import AVERAGE, OPTIMIZER, WEIGHTS, State, training_state
 from litgpt_demo.training.checkpoints import CheckpointManifest
+from litgpt_demo.training.digests import Leaves, row_leaves, weights_digest
 from litgpt_demo.training.ranks import Ranks, thread_of
 from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.setup import Training
@@ -64,6 +66,8 @@ class SaveResult:
     seconds: float = 0.0
     """Seconds from the start of the save until it was committed, verified and older checkpoints were pruned."""
     size: int = 0
+    link: Link | None = None
+    """The digests of the checkpoint."""
     error: TrainLitgptError | None = None
     warning: str | None = None
     """Advice to a person: there is no such checkpoint, or older ones could not be pruned."""
@@ -105,8 +109,8 @@ class Saver:
         if device.type == "cuda":  # the device must have come this far before the state may be read
             ready_event = torch.cuda.current_stream(device).record_event()
         result, staged = SaveResult(step=step, taken=began), Event()
-        seconds = training.timer.seconds
-        work = self._thread.submit(self._save, result, staged, state, ready_event, validation_loss, seconds)
+        noted = validation_loss, training.timer.seconds, training.chain.batches
+        work = self._thread.submit(self._save, result, staged, state, ready_event, *noted)
         result.stall = monotonic() - began
         self._pending = result, staged, work
         return result.stall
@@ -119,6 +123,7 @@ class Saver:
         ready_event: Any,
         validation_loss: float | None,
         seconds: float,
+        batches: str,
     ) -> None:
         began, ranks, run, step = monotonic(), self._ranks, self._training.run, result.step
         folder = self._training.scratch / f"step-{step}"
@@ -138,11 +143,14 @@ class Saver:
         try:
             self._shards.plan(state)
             ranks.gather_then_broadcast(write, write_index)
+            weights = ranks.gather_then_broadcast(self._shards.weight_leaves, self._shards.weights_digest)
+            result.link = self._training.chain.link(weights=weights, batches=batches)
             paths = sorted(folder.iterdir())
             names = [path.name for path in paths]
-            commit = partial(self._commit, step, validation_loss, seconds)
+            commit = partial(self._commit, result, validation_loss, seconds)
             result.size = ranks.gather_then_broadcast(lambda: checkpoints.upload_files(paths, run, step), commit)
             ranks.gather_then_broadcast(lambda: checkpoints.verify(run, step, names), lambda _: None)
+            self._training.chain.committed(result.link)
         except Exception:
             if ranks.rank == 0:  # no rank works on it any more
                 with suppress(TrainLitgptError):  # the first error is the one to report; no manifest, no checkpoint
@@ -163,8 +171,9 @@ class Saver:
         result.seconds = monotonic() - began
 
     def _commit(
-        self, step: int, validation_loss: float | None, seconds: float, records: Sequence[Sequence[FileRecord]]
+        self, result: SaveResult, validation_loss: float | None, seconds: float, records: Sequence[Sequence[FileRecord]]
     ) -> int:
+        step = result.step
         spec, train = self._training.spec, self._training.spec.train
         manifest = CheckpointManifest(
             format=checkpoints.FORMAT,
@@ -177,6 +186,7 @@ class Saver:
             validation_loss=validation_loss,
             evaluation_samples=None if validation_loss is None else train.evaluation_samples,
             seconds=seconds,
+            link=result.link,
             world_size=spec.world_size,
             versions={name: version(name) for name in ("torch", "lightning", "litgpt", "numpy")},
             # By name, so that in a resume each rank verifies as many bytes.
@@ -333,6 +343,25 @@ class ShardWriter:
                     plan = replace(self._plan, items=items, storage_data=prefix)
                     written += writer.write_data(plan, planner).wait()
         return written
+
+    def weight_leaves(self) -> list[Leaves]:
+        """Return the leaves of this rank's part of the weights."""
+        parts = []
+        for index, copy in self._copies.items():
+            if isinstance(copy, Tensor) and index.fqn.startswith(WEIGHTS):
+                first_row = index.offset[0] if index.offset else 0
+                parts.append(Leaves(index.fqn.removeprefix(WEIGHTS), first_row, row_leaves(copy)))
+        return parts
+
+    def weights_digest(self, parts: list[list[Leaves]]) -> str:
+        """Return the digest of the weights from the leaves of all ranks, on rank 0, which has the plan of all."""
+        stored = self._metadata.state_dict_metadata.items()
+        forms = {
+            name.removeprefix(WEIGHTS): (form.properties.dtype, form.size)
+            for name, form in stored
+            if name.startswith(WEIGHTS) and isinstance(form, TensorStorageMetadata)
+        }
+        return weights_digest((part for of_rank in parts for part in of_rank), forms)
 
     def write_index(self, folder: Path, written: list[Written]) -> None:
         """Write the file of rank 0 that says where everything is in the files of all ranks."""

@@ -14,7 +14,7 @@ from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from lightning.fabric import Fabric
@@ -40,6 +40,8 @@ from litgpt_demo.node.environment import require_executable_cache
 from litgpt_demo.optimizers import optimizer_of
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.averaging import WeightAverage
+from litgpt_demo.training.chain import Chain
+from litgpt_demo.training.digests import batch_sum
 from litgpt_demo.training.ranks import Ranks, thread_of
 
 
@@ -157,37 +159,49 @@ def open_data(spec: TrainingSpec, folder: Path) -> Data:
     return Data(manifest=manifest, train=opened("train"), validation=opened("validation"), tokenizer=tokenizer)
 
 
+class Batch(NamedTuple):
+    """This rank's share of a step's batch."""
+
+    micro_batches: list[Samples]
+    """On the device."""
+    seconds_waited: float
+    """Seconds that were spent waiting for it."""
+    digest: int
+    """`digests.batch_sum` of its samples."""
+
+
 class BatchLoader:
     """Returns this rank's share of each step's batch. A thread reads the next one from the disk meanwhile."""
 
     def __init__(self, spec: TrainingSpec, windows: TokenDataset, device: torch.device, *, rank: int) -> None:
         self._spec, self._windows, self._device, self._rank = spec, windows, device, rank
         self._reader = thread_of(device, "feed")
-        self._prefetched: tuple[int, Future[Samples]] | None = None
+        self._prefetched: tuple[int, Future[tuple[Samples, int]]] | None = None
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
 
-    def get(self, step: int) -> tuple[list[Samples], float]:
-        """Return the micro-batches of a step on the device, and the seconds that were spent waiting for them."""
+    def get(self, step: int) -> Batch:
         began = monotonic()
         if self._prefetched is not None and self._prefetched[0] == step:
             samples = self._prefetched[1]
         else:
             samples = self._reader.submit(self._read, step)
         self._prefetched = None
-        inputs, targets = samples.result()
+        (inputs, targets), digest = samples.result()
         if step + 1 < self._spec.steps:
             self._prefetched = step + 1, self._reader.submit(self._read, step + 1)
         data_wait = monotonic() - began
         size = self._spec.train.micro_batch
         pairs = zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
-        return [to_device(pair, self._device) for pair in pairs], data_wait
+        micro_batches = [to_device(pair, self._device) for pair in pairs]
+        return Batch(micro_batches, seconds_waited=data_wait, digest=digest)
 
-    def _read(self, step: int) -> Samples:
+    def _read(self, step: int) -> tuple[Samples, int]:
         numbers = sample_ids_for_step(self._spec, self._windows, step)
         numbers = rank_slice(numbers, rank=self._rank, world_size=self._spec.world_size)
-        return read_samples(self._windows, numbers, self._device)
+        samples = read_samples(self._windows, numbers, self._device)
+        return samples, batch_sum(*samples)
 
 
 def read_samples(windows: TokenDataset, numbers: SampleIds, device: torch.device) -> Samples:
@@ -281,6 +295,8 @@ class Training:
     run: Storage
     scratch: Path
     timer: TrainingTimer = field(default_factory=TrainingTimer)
+    chain: Chain = field(default_factory=Chain)
+    """The digests of its batches and checkpoints."""
     average: WeightAverage | None = None
     """The moving average of the weights, with train.weight_average."""
     heart: Heartbeat = field(default_factory=lambda: Heartbeat(max_silence=0, environ={}))

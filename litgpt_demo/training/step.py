@@ -26,6 +26,7 @@ from litgpt_demo import timeouts
 from litgpt_demo.data.batches import MixtureDataset, global_positions, rank_slice, validation_sources, weighted_mean
 from litgpt_demo.optimizers import set_learning_rate
 from litgpt_demo.schedules import learning_rate_at
+from litgpt_demo.training import digests
 from litgpt_demo.training.setup import Training, read_samples, to_device
 
 
@@ -35,6 +36,8 @@ class LocalStepStats(NamedTuple):
     norm: Tensor
     """The norm of the whole gradient, on the device."""
     data_wait: float
+    batch_sum: int = 0
+    """`digests.batch_sum` of this rank's share of the batch."""
     by_source: Tensor | None = None
     """For a mixture: each source's sum of this rank's losses of samples, and their number; on the device."""
 
@@ -47,12 +50,12 @@ def train_step(training: Training, step: int, should_stop: Callable[[], bool] = 
     drawn = blake2b(f"{train.seed}/{step}/{fabric.global_rank}".encode(), digest_size=7).digest()
     torch.manual_seed(int.from_bytes(drawn, "little"))
     set_learning_rate(training.optimizer, learning_rate_at(train, step, steps=spec.steps))
-    batches, data_wait = training.feed.get(step)
-    module, last = training.model.module, len(batches)
+    batch = training.feed.get(step)
+    module, last = training.model.module, len(batch.micro_batches)
     sharded = isinstance(module, FSDPModule)
     total, skips = torch.zeros((), device=fabric.device), train.on_nonfinite == "skip"
     windows, token_losses = training.data.train, list[Tensor]()
-    for index, (inputs, targets) in enumerate(batches, 1):
+    for index, (inputs, targets) in enumerate(batch.micro_batches, 1):
         if index > 1 and should_stop():
             training.optimizer.zero_grad()
             return None
@@ -92,7 +95,7 @@ def train_step(training: Training, step: int, should_stop: Callable[[], bool] = 
         losses = torch.cat(token_losses).view(len(sources), -1).mean(1, dtype=torch.float64)
         by_source = losses.new_zeros(2, len(windows.names))
         by_source.index_add_(1, sources, torch.stack([losses, torch.ones_like(losses)]))
-    return LocalStepStats(total / last, norm, data_wait, by_source)
+    return LocalStepStats(total / last, norm, batch.seconds_waited, batch.digest, by_source)
 
 
 class StepResult(NamedTuple):
@@ -110,6 +113,8 @@ class StepResult(NamedTuple):
     local: LocalStepStats
     seconds: float
     """The time of the step by the clocks of the hosts, on average."""
+    batch_sha256: str
+    """The digest of the samples of its batch."""
     by_source: list[float]
     """For a mixture: the sums of each source's samples' losses, and then their numbers; of all ranks."""
 
@@ -183,7 +188,7 @@ class MetricReducer:
     def submit(self, done: int, local: LocalStepStats, *, leave: bool, time_up: bool) -> None:
         """Begin to reduce the figures of a step. All ranks do so in the same order."""
         now = monotonic()
-        known = [leave, time_up, now - self._last_submitted]
+        known = [leave, time_up, now - self._last_submitted, *digests.to_limbs(local.batch_sum)]
         self._last_submitted = now
         own = torch.tensor(known, dtype=torch.float64, pin_memory=self._on_gpu)
         figures = [torch.stack([local.loss.double(), local.norm.double()]), own.to(self._device, non_blocking=True)]
@@ -211,7 +216,8 @@ class MetricReducer:
             self._last_event, self._last_ended = step.ready, ended
         elif step.ready is not None:
             step.ready.wait()
-        loss, norm, leave, time_up, seconds, *by_source = step.sums.tolist()
+        loss, norm, leave, time_up, seconds, *others = step.sums.tolist()
+        limbs, by_source = others[: digests.LIMBS], others[digests.LIMBS :]
         reason = None
         if leave > 0:
             reason = "preempted"
@@ -219,7 +225,7 @@ class MetricReducer:
             reason = "max_time"
         # The norm is the whole gradient's on every rank.
         loss, norm, seconds = (figure / self._world_size for figure in (loss, norm, seconds))
-        return StepResult(step.done, loss, norm, reason, ended, step.local, seconds, by_source)
+        return StepResult(step.done, loss, norm, reason, ended, step.local, seconds, digests.of_limbs(limbs), by_source)
 
     def _record_event(self) -> Any:
         if not self._on_gpu:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from time import time
 from types import SimpleNamespace
@@ -25,15 +26,18 @@ from states import training_of
 from training_runs import NewRun, TrainElsewhere, alike, ends, rows, train, write_run
 
 from litgpt_demo.config import ModelConfig, TrainConfig
+from litgpt_demo.data.batches import open_samples, sample_ids_for_step
 from litgpt_demo.data.dataset import open_dataset
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, Preempted, UserError
+from litgpt_demo.export.weights import Weights
 from litgpt_demo.heartbeat import NODE_DIRECTORY, Heartbeat, read_beats, waits_for_peers
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.node.environment import TIMES, NodeTimer
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training import loop, setup
+from litgpt_demo.training.chain import NO_LINK
 from litgpt_demo.training.checkpoint_reader import read_index
 from litgpt_demo.training.checkpoints import CheckpointManifest, commit, folder_of, list_complete, reached_end
 from litgpt_demo.training.loop import fit, grace_warning, main, seconds_left
@@ -44,7 +48,7 @@ from litgpt_demo.training.step import LocalStepStats, MetricReducer, train_step
 
 def told(run: Path) -> list[dict[str, Any]]:
     """What the metrics say of the model, not of how long it took or how often it was started and saved."""
-    names = ("step", "tokens", "loss", "grad_norm", "learning_rate", "validation_loss")
+    names = ("step", "tokens", "loss", "grad_norm", "learning_rate", "validation_loss", "batch_sha256")
     return [{name: row.get(name) for name in names} for row in rows(run, "step", "evaluation")]
 
 
@@ -158,6 +162,56 @@ def test_a_growing_batch_is_the_same_on_any_ranks(new_run: NewRun, train_elsewhe
         assert shards(runs[name]) == shards(runs["uninterrupted"])
     for name in ("two", "sharded"):
         alike(runs[name], runs["uninterrupted"])
+
+
+@pytest.mark.parametrize("name", ["killed", "two", "sharded"])
+def test_digests_of_batches_do_not_depend_on_the_ranks(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
+    if name == "killed":
+        train(elsewhere[name])
+    seen = [[row["batch_sha256"] for row in rows(run, "step")] for run in (elsewhere[name], finished)]
+    assert seen[0] == seen[1]
+    assert len(set(seen[0])) == 12
+    links = [
+        [manifest.link for manifest in list_complete(open_storage(str(run)))] for run in (elsewhere[name], finished)
+    ]
+    assert [link and link.batches for link in links[0]] == [link and link.batches for link in links[1]]
+    assert (links[0] == links[1]) == (name == "killed")
+
+
+def test_the_digest_of_a_batch_is_of_its_token_ids(finished: Path, tiny_dataset: Path) -> None:
+    """As another program computes it from the dataset's files."""
+    spec = read_spec(open_storage(str(finished)))
+    windows, length = (
+        open_samples(spec, tiny_dataset, open_dataset(str(tiny_dataset)), "train"),
+        spec.model.sequence_length,
+    )
+    tokens = np.fromfile(tiny_dataset / "train.bin", dtype="<u2").astype("<u4")
+    for row in rows(finished, "step"):
+        numbers = [int(number) for number in sample_ids_for_step(spec, windows, row["step"] - 1)]
+        samples = [tokens[number * length : (number + 1) * length + 1] for number in numbers]
+        total = sum(int(sha256(sample.tobytes()).hexdigest(), 16) for sample in samples)
+        assert row["batch_sha256"] == f"{total % 2**256:064x}"
+
+
+@pytest.mark.parametrize("name", ["killed", "two", "sharded"])
+def test_each_checkpoint_is_linked_to_the_one_before(elsewhere: dict[str, Path], name: str) -> None:
+    run = elsewhere[name]
+    if name == "killed":
+        train(run)
+    of_rows = rows(run, "checkpoint")
+    kept = {manifest.step: manifest.link for manifest in list_complete(open_storage(str(run)))}
+    previous = NO_LINK
+    for row in of_rows:
+        names = ("previous_chain", "weights_sha256", "batches_sha256")
+        assert row["previous_chain"] == previous
+        previous = sha256(bytes.fromhex("".join(row[name] for name in names))).hexdigest()
+        assert row["chain_sha256"] == previous
+        link = kept.get(row["step"])
+        assert link is None or link.columns() == {name: row[name] for name in (*names, "chain_sha256")}
+    assert [row["step"] for row in of_rows][-1] == 12
+    last = kept[12]
+    assert last is not None
+    assert Weights(run / folder_of(12)).digest() == last.weights
 
 
 @pytest.mark.parametrize("name", ["two", "sharded"])
