@@ -159,6 +159,8 @@ def _row_text(row: Row) -> str:
             )
         case "evaluation":
             return f"{step}validation loss {loss_text(row['validation_loss'])} ({duration_text(row['seconds'])})"
+        case "checkpoint" if "seconds" not in row:  # of an attempt that was killed before it could report it
+            return f"{step}was saved in {row['path']}"
         case "checkpoint":
             stood, saved = duration_text(row["seconds"]), duration_text(row["save_seconds"])
             return (

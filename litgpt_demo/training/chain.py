@@ -50,10 +50,13 @@ class Chain:
     """Follows the steps of a training, and links its checkpoints."""
 
     def __init__(self) -> None:
+        self.resumed: Link | None = None
+        """The link of the checkpoint that the training continues from, if that has one."""
         self._previous, self._batches, self._since = NO_LINK, 0, 0
 
     def resume(self, step: int, link: Link | None) -> None:
         """Continue after the checkpoint of a step, which has no link if an older version saved it."""
+        self.resumed = link
         if link is None:
             self._previous, self._batches, self._since = NO_LINK, 0, step
         else:

@@ -33,6 +33,7 @@ from litgpt_demo.node.network_test import network_test_row
 from litgpt_demo.runs import METRICS
 from litgpt_demo.schedules import learning_rate_at
 from litgpt_demo.secrets import without
+from litgpt_demo.training import checkpoints
 from litgpt_demo.training.setup import Training, compiled_part
 from litgpt_demo.training.step import StepResult
 
@@ -65,7 +66,8 @@ class Reporter:
         if local is None and training.run.exists(METRICS):
             training.run.download(METRICS, self._path)
         self._file = MetricsFile(self._path, resumed_from=resumed_from)
-        self._sinks.append(Table(self._folder / TABLE, rows_of(self._path.read_bytes())))
+        rows, link = rows_of(self._path.read_bytes()), training.chain.resumed
+        self._sinks.append(Table(self._folder / TABLE, rows))
         config, train, fabric = training.model.module.config, spec.train, training.fabric
         settings: dict[type[TensorBoard | Wandb], object] = {TensorBoard: train.tensorboard, Wandb: train.wandb}
         for kind in [kind for kind, setting in settings.items() if setting]:
@@ -96,6 +98,10 @@ class Reporter:
             memory_estimate=estimate.total,
             **(self._times.columns() if self._times else {}),
         )
+        if link is not None and not any(row.get("chain_sha256") == link.chain for row in rows):
+            # A kill came between the commit of that checkpoint and its row.
+            path = checkpoints.folder_of(resumed_from)
+            self.row(kind="checkpoint", step=resumed_from, path=path, **link.columns())
         if network := network_test_row(os.environ):
             self.row(**{**network, "step": resumed_from})
         self.publish()  # an attempt that saves nothing has reported its beginning

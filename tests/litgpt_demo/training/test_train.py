@@ -214,6 +214,21 @@ def test_each_checkpoint_is_linked_to_the_one_before(elsewhere: dict[str, Path],
     assert Weights(run / folder_of(12)).digest() == last.weights
 
 
+def test_a_checkpoint_without_its_row_gets_one_at_the_resume(new_run: NewRun, finished: Path) -> None:
+    """A kill between the commit of a checkpoint and its row leaves no gap in the chain."""
+    run = new_run("run")
+    leave_in(5, run, micro_batch=2)
+    links = rows(run, "checkpoint")
+    metrics = run / "metrics.jsonl"
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if '"kind":"checkpoint"' not in line]
+    metrics.write_text("".join(lines))
+    train(run)
+    names = ("step", "path", *(name for name in links[0] if name.endswith(("sha256", "chain"))))
+    of_rows = [{name: row[name] for name in names} for row in rows(run, "checkpoint")]
+    assert of_rows[0] == {name: links[0][name] for name in names}
+    assert of_rows == [{name: row[name] for name in names} for row in rows(finished, "checkpoint")]
+
+
 @pytest.mark.parametrize("name", ["two", "sharded"])
 def test_two_processes_train_as_one_does(elsewhere: dict[str, Path], finished: Path, name: str) -> None:
     alike(elsewhere[name], finished)
