@@ -172,6 +172,14 @@ class RunConfig(Settings):
         return self
 
     @model_validator(mode="after")
+    def _prompts_fit_a_sample(self) -> Self:
+        length, longest = self.model.sequence_length, max(len(text.encode()) for text in self.train.sample_prompts)
+        if self.train.sample_every is not None and longest >= length:
+            problem = f"train.sample_prompts has a prompt of {longest} bytes, which may be as many tokens"
+            raise ValueError(f"{problem}, but model.sequence_length={length}; shorten it")
+        return self
+
+    @model_validator(mode="after")
     def _is_priced(self) -> Self:
         if self.platform.price is not None:
             return self

@@ -13,6 +13,8 @@ from litgpt_demo.metrics import Row
 
 RECENT = 10
 """Step rows that "now" is taken over: enough to hide one slow step, few enough to show a slow node."""
+_PAUSES = ("evaluation", "sample", "checkpoint")
+"""Kinds of rows in whose seconds the training stood still."""
 _DRAWN = 1e300
 """The bound of what a chart shows. NaN is below no bound."""
 
@@ -68,7 +70,7 @@ def summary(rows: Sequence[Row]) -> Progress:
         if step >= steps:
             eta = 0.0
         elif len(paces) > 1:
-            still = [float(row.get("seconds", 0)) for row in attempt if row.get("kind") in ("evaluation", "checkpoint")]
+            still = [float(row.get("seconds", 0)) for row in attempt if row.get("kind") in _PAUSES]
             pauses = sum(still) / max(step - int(attempt[0].get("step", 0)), 1)
             eta = (steps - step) * (median(paces[-RECENT:]) + pauses)
             speed = _recent(attempt, "tokens_per_second")

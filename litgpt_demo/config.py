@@ -685,6 +685,9 @@ else:
     ScheduleName = Literal[tuple(SCHEDULES)]
 
 
+SamplePrompt = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
 # The input is hidden because of what is written where a name belongs.
 class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_inf_nan=False):
     """The settings of a training."""
@@ -772,6 +775,13 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
     evaluation_samples: TunesRun[Count] = Field(256, gt=0)
     """The number of validation samples of each source in an evaluation, drawn from its whole validation split. A source
     with fewer samples gives each of them once."""
+    sample_every: TunesRun[PositiveCount | None] = None
+    """Steps between two times at which the model continues `sample_prompts`, with the likeliest token each time. The
+    last step does too. Each token of `sample_tokens` costs a forward pass of a micro-batch. Empty writes no texts."""
+    sample_prompts: TunesRun[tuple[SamplePrompt, ...]] = Field(("Once upon a time",), min_length=1, max_length=8)
+    """The beginnings that the model continues, 1 to 8. Each has fewer bytes than `model.sequence_length`."""
+    sample_tokens: TunesRun[Count] = Field(64, gt=0, le=512)
+    """The most tokens that continue a prompt. A text also ends with its document, or where a sample would be full."""
     checkpoint_every: TunesRun[Count] = Field(500, gt=0)
     """Steps between two checkpoints. The last step is always saved."""
     keep_last: TunesRun[Count] = Field(2, gt=0)
@@ -871,6 +881,14 @@ class TrainConfig(Settings, title="Training", hide_input_in_errors=True, allow_i
             raise ValueError("train.float8=true is slower than bfloat16 without train.compile=blocks; set that too")
         if self.float8 and self.precision not in {"bf16-mixed", "bf16-true"}:
             raise ValueError(f"train.float8=true needs bf16-mixed or bf16-true, but train.precision={self.precision}")
+        return self
+
+    @model_validator(mode="after")
+    def _prompts_are_read(self) -> Self:
+        if self.sample_every is None:
+            for name in ("sample_prompts", "sample_tokens"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"train.{name} is not used without train.sample_every; set that, or leave it out")
         return self
 
     @model_validator(mode="after")

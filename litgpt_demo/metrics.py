@@ -33,7 +33,10 @@ _MOST_COLUMNS = 96
 _Count = Annotated[int, Field(ge=0, le=2**53)]  # the most steps, tokens and bytes that a float can count
 _Attempt = Annotated[int, Field(ge=0, lt=10**9)]
 _Name = Annotated[str, Field(max_length=64)]
-_Text = Annotated[str, Field(max_length=4096)]
+MOST_TEXT = 4096
+"""Characters of the longest text in a column."""
+
+_Text = Annotated[str, Field(max_length=MOST_TEXT)]
 _Seconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]  # a time since the epoch is the largest
 _Scalar = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63)] | bool | float | _Text | None
 
@@ -55,6 +58,7 @@ ROW_KINDS = {
     "start": "the beginning of an attempt, whose `step` is the one resumed from",
     "step": "a step of the optimizer",
     "evaluation": "an evaluation on the validation split",
+    "sample": "a text by the model, which continues one of `train.sample_prompts`",
     "checkpoint": "a committed checkpoint",
     "skip": "a step without an update, with the ids of the bad samples in `windows`",
     "leave": "the end of an attempt that saved and left before its last step",
@@ -95,8 +99,9 @@ COLUMNS = {
         _Count, "step", "Times that rank 0's GPU was full and torch gave memory back. Each costs time.", in_csv=True
     ),
     "seconds": Column(
-        float, "evaluation checkpoint network end",
-        "Time that it took. For a checkpoint, the time in which the training stood still.", "s", in_csv=True,
+        float, "evaluation sample checkpoint network end",
+        "Time that it took. For a checkpoint, the time in which the training stood still. The last text of a step has "
+        "the time of all its texts.", "s", in_csv=True,
     ),
     "save_seconds": Column(
         float, "checkpoint", "Time of the save until its commit, in parallel with the training.", "s", in_csv=True
@@ -112,6 +117,8 @@ COLUMNS = {
     "previous_chain": Column(_Text, "checkpoint", "The `chain_sha256` of the checkpoint before."),
     "chain_sha256": Column(_Text, "checkpoint", "Digest of the three columns before it."),
     "first_step_seconds": Column(_Seconds, "step", "Time of the attempt's first step, which also compiles.", "s"),
+    "prompt": Column(_Text, "sample", "The beginning that the model got."),
+    "text": Column(_Text, "sample", "The model's continuation, without the prompt."),
     "why": Column(_Text, "skip leave", "The reason."),
     "steps": Column(_Count, "start", "Steps of the whole run.", "steps"),
     "run_tokens": Column(_Count, "start", "Tokens of the whole run.", "tokens"),
@@ -127,7 +134,7 @@ COLUMNS = {
     "memory_estimate": Column(_Count, "start", "Estimated memory of a rank.", "bytes"),
     # A job has these only on a node that node.agent runs.
     "elapsed": Column(
-        _Seconds, "start step evaluation checkpoint skip leave network end", "Time since the node began.", "s"
+        _Seconds, "start step evaluation sample checkpoint skip leave network end", "Time since the node began.", "s"
     ),
     "attempt": Column(_Attempt, "start", "Number of the attempt."),
     "node_started": Column(_Seconds, "start", "When the node began, since the epoch.", "s"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -36,6 +37,7 @@ from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.metrics import NUMBERS, damaged_lines
 from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
+from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import MANIFEST, ObjectInfo, bucket_path
 from tasks.steps import emit, report_unreadable, step_task
 
@@ -47,6 +49,7 @@ _ANSWER = 10.0  # seconds that Prefect's server has to answer: meanwhile rented 
 _MOST_ROWS = 50_000  # metrics rows that are kept while a job runs, 1 kB each; the run's own file has all of them
 # The columns of a row that are kept while a job runs: others may hold texts and lists of any length.
 _SHOWN = {"kind", "step", *NUMBERS}
+_MOST_SAMPLES = 8  # texts by the model that are kept and shown while a job runs: those of a step
 
 
 async def update_ui(update: Coroutine[Any, Any, object], *, otherwise: str) -> bool:
@@ -128,11 +131,15 @@ class LiveArtifacts(ProgressReporter):
         self._page_key = f"training-{job_name}"
         self._page: UUID | None = None
         self._rows: list[Mapping[str, Any]] = []
+        self._samples: deque[Mapping[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self._clean = Cleaner()
         self.queued, self._state = False, ""
 
     def add(self, row: Mapping[str, Any]) -> None:
         if row.get("kind") == "network":  # measured before a training, and in benchmarks: no step of one
             return
+        if row.get("kind") == "sample":
+            self._samples.append(self._clean(dict(row)))
         self._rows.append({name: value for name, value in row.items() if name in _SHOWN})
         if len(self._rows) > _MOST_ROWS:  # a curve of every second step looks the same
             thinner = [row for number, row in enumerate(self._rows) if row["kind"] != "step" or number % 2 == 0]
@@ -162,7 +169,7 @@ class LiveArtifacts(ProgressReporter):
         if not self._rows:  # a script has none
             return
         await super().show()
-        page = report.live_markdown(list(self._rows))
+        page = report.live_markdown(list(self._rows), list(self._samples))
         if self._page is None:
             self._page = await artifacts.acreate_markdown_artifact(page, key=self._page_key, description="Loss so far")
         else:

@@ -289,7 +289,7 @@ def _training_spans(life: _Life, stopped: float | None, nodes: int, *, resumed: 
     within = {Part.FIRST_STEP: first_step, Part.EVALUATION: 0.0, Part.CHECKPOINT: 0.0}
     for row in rows:  # the training stood still
         seconds = row.get("seconds", 0.0)
-        if row["kind"] == "evaluation" and row["elapsed"] <= kept:
+        if row["kind"] in {"evaluation", "sample"} and row["elapsed"] <= kept:
             within[Part.EVALUATION] += seconds
         # The last save begins at the very end, and what comes after is its stall.
         if row["kind"] == "checkpoint" and row.get("taken", kept) < kept:

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 Pairs = list[tuple[str, str]]
 """Name and value, both as they are shown."""
 
+_SAMPLED_STEPS = 8
+"""Steps whose texts a report shows: the first, the last, and others evenly between."""
 _LENGTHS, _TOKENS = "Length of documents", "tokens, this many to twice as many"
 
 
@@ -267,6 +269,26 @@ def source_facts(dataset: DatasetManifest, rows: Sequence[Row]) -> Pairs:
     return found
 
 
+def samples(rows: Sequence[Row]) -> list[tuple[str, str, str]]:
+    """Return step, prompt and text of what the model wrote during the training, the oldest first."""
+    texts = {
+        (int(row["step"]), str(row["prompt"])): str(row["text"])
+        for row in rows
+        if row.get("kind") == "sample" and {"prompt", "text"} <= row.keys()
+    }
+    steps = sorted({step for step, _ in texts})
+    last, gaps = len(steps) - 1, min(len(steps), _SAMPLED_STEPS) - 1
+    kept = {steps[number * last // max(gaps, 1)] for number in range(gaps + 1)}
+    return [(f"{step:,}", prompt, text) for (step, prompt), text in sorted(texts.items()) if step in kept]
+
+
+def _samples_markdown(rows: Sequence[Row]) -> str:
+    found = samples(rows)
+    if not found:
+        return ""
+    return f"### Texts during the training\n\n{_markdown_table(('Step', 'Prompt', 'Text'), found)}"
+
+
 def places(report: RunReport) -> Pairs:
     named = {"Checkpoints": "checkpoints", "Metrics": METRICS, "Config": CONFIG, "Logs": ATTEMPTS, "Report": REPORT}
     if report.final:
@@ -298,6 +320,7 @@ def markdown(report: RunReport) -> str:
         _markdown_table(("Figure", "Value"), [*figures(report)[0], *figures(report)[1]]),
         _loss_lines(report.rows),
         mermaid.lines("Throughput", {"": pace}, y_label=unit, from_zero=True),
+        _samples_markdown(report.rows),
     ]
     if (final := report.final) is not None:
         parts += ["### What it writes", _fenced(f"{final.prompt}{final.sample}")]
@@ -317,7 +340,8 @@ def _loss_lines(rows: Sequence[Row]) -> str:
     return mermaid.lines("Loss", losses, y_label="nats per token")
 
 
-def live_markdown(rows: Sequence[Row]) -> str:
+def live_markdown(rows: Sequence[Row], texts: Sequence[Row] = ()) -> str:
+    """Return the page of a training that runs, with the rows of `texts` that its model wrote."""
     progress = summary(rows)
     if not rows:
         return "The job has not reported a step yet.\n"
@@ -336,7 +360,8 @@ def live_markdown(rows: Sequence[Row]) -> str:
     )
     # Prefect's table would break a value between the number and its unit.
     header, values = zip(*((name, value.replace(" ", "\N{NO-BREAK SPACE}")) for name, value in figures), strict=True)
-    return "\n\n".join(part for part in (_markdown_table(header, [values]), _loss_lines(rows)) if part) + "\n"
+    parts = _markdown_table(header, [values]), _loss_lines(rows), _samples_markdown(texts)
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -397,6 +422,7 @@ def html(report: RunReport) -> str:
         tiles=first,
         curves=_curves(report.rows),
         final=final,
+        samples=samples(report.rows),
         figures=further,
         ledger=report.ledger if report.ledger and report.ledger.wall else None,
         dataset=facts,

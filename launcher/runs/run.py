@@ -255,9 +255,9 @@ class RunManifest(Settings):
 
 
 def trained_seconds(rows: Iterable[Row]) -> float:
-    """Return the seconds of steps, evaluations and checkpoints, without those that were repeated after a resume."""
+    """Return the seconds of steps, evaluations, texts and checkpoints, without those repeated after a resume."""
     rows = list(rows)
     per_step = curve(rows, "step", "step_seconds")
     stepping = sum((step - before) * per_step[step] for before, step in itertools.pairwise([0, *per_step]))
-    pauses = [sum(curve(rows, kind, "seconds").values()) for kind in ("evaluation", "checkpoint")]
+    pauses = [sum(curve(rows, kind, "seconds").values()) for kind in ("evaluation", "sample", "checkpoint")]
     return stepping + sum(pauses)

@@ -110,10 +110,11 @@ class LossGPT(GPT):  # type: ignore[misc]
         for block in self.transformer.h:  # as FSDP2 does it: the weights, once drawn, and their names stay
             block.attn.__class__ = LatentAttention if config.latent_attention else Attention
 
-    def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, idx: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Return the mean negative log-likelihood of `targets`, in nats per token; without targets, GPT's logits.
 
-        The gradients of a model with a z-loss have that of it too.
+        The gradients of a model with a z-loss have that of it too. With `positions`, one of each sample, only their
+        logits are computed, of shape (samples, vocabulary): those of all could take more memory than the training.
         """
         hidden, head, softcap = self.body(idx), self.lm_head, self.config.final_logit_softcapping
         if targets is not None:
@@ -127,6 +128,8 @@ class LossGPT(GPT):  # type: ignore[misc]
                 workspace=self.workspace,
                 per_token_loss_out=self.per_token_loss_out,
             )
+        if positions is not None:
+            hidden = hidden[torch.arange(len(positions), device=hidden.device), positions]
         logits: Tensor = head(hidden)
         return logits if softcap is None else do_softcapping(logits, softcap)
 

@@ -41,6 +41,7 @@ from litgpt_demo.training import checkpoints
 from litgpt_demo.training.checkpoints import CheckpointManifest
 from litgpt_demo.training.reporting import Profiler, Reporter, warn
 from litgpt_demo.training.resuming import resume
+from litgpt_demo.training.sampling import Sampler
 from litgpt_demo.training.saving import Saver, SaveResult
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
@@ -123,6 +124,9 @@ class Loop:
         self._training, self._report, self._saver, self._profiler = training, report, saver, profiler
         self._signals, self._vote = signals, StopVote(training, signals)
         self._reducer = MetricReducer(training.fabric)
+        self._sampler: Sampler | None = None
+        if training.spec.train.sample_every is not None:
+            self._sampler = Sampler(training)
         self._skips_in_a_row = 0
         self.done = 0
         self.stop_reason: str | None = None
@@ -136,6 +140,7 @@ class Loop:
             limit = train.max_time.total_seconds()
         self.done = first
         self._evaluate_resumed()
+        self._sample_resumed()
         if timer.previous >= limit:
             return
         training.model.train()
@@ -157,13 +162,15 @@ class Loop:
             self._reducer.submit(step + 1, stats, leave=bool(self._signals), time_up=time_up)
             self.done = step + 1
             is_last, should_evaluate = self.done == spec.steps, self._is_evaluation_step
+            should_sample = self._is_sampling_step
             should_save = self.done % train.checkpoint_every == 0
-            stop_reason = self._collect(wait=should_evaluate or should_save)
+            stop_reason = self._collect(wait=should_evaluate or should_save or should_sample)
             if stop_reason is not None and not is_last:
                 self.stop_reason = stop_reason
                 # A preempted process has little time: the next attempt evaluates.
                 should_evaluate = stop_reason == "max_time"
-            validation_loss = self._evaluate() if should_evaluate else None
+                should_sample = should_evaluate
+            validation_loss = self._observe(should_evaluate=should_evaluate, should_sample=should_sample)
             if should_save or is_last or self.stop_reason:
                 training.heart.beat(self.done, "saving", max_silence=timeouts.STATE_TRANSFER)
                 if self.stop_reason == "max_time":  # the clock of another rank reached the limit a moment earlier
@@ -172,6 +179,15 @@ class Loop:
             if self.stop_reason:
                 self._report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
+
+    def _observe(self, *, should_evaluate: bool, should_sample: bool) -> float | None:
+        """Evaluate and write texts, before a save: a resumed run repeats no row of a saved step."""
+        validation_loss = None
+        if should_evaluate:
+            validation_loss = self._evaluate()
+        if should_sample:
+            self._sample()
+        return validation_loss
 
     def _stop_within_a_step(self, first: int) -> None:
         self._collect(wait=True)
@@ -230,6 +246,34 @@ class Loop:
             checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
 
         ranks.run_on_rank_zero(complete)
+
+    @property
+    def _is_sampling_step(self) -> bool:
+        spec = self._training.spec
+        every = spec.train.sample_every
+        return every is not None and (self.done % every == 0 or self.done == spec.steps)
+
+    def _sample(self) -> None:
+        if self._sampler is None:
+            return
+        began = monotonic()
+        texts = zip(self._training.spec.train.sample_prompts, self._sampler.texts(self.done), strict=True)
+        seconds = monotonic() - began
+        self._report.pause(seconds)
+        rows: list[dict[str, str | float]] = [{"prompt": prompt, "text": text} for prompt, text in texts]
+        rows[-1]["seconds"] = round(seconds, 2)
+        for row in rows:
+            self._report.row(kind="sample", step=self.done, **row)
+
+    def _sample_resumed(self) -> None:
+        """Sample the step resumed from if the attempt that saved it had no time."""
+        run, done = self._training.run, self.done
+
+        def is_sampled() -> bool:
+            return any(row["kind"] == "sample" and row["step"] == done for row in read_metrics(run))
+
+        if done > 0 and self._is_sampling_step and not self._training.ranks.run_on_rank_zero(is_sampled):
+            self._sample()
 
     def _handle_step(self, result: StepResult) -> None:
         problem = self._problem_of(result)

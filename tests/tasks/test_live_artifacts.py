@@ -46,6 +46,28 @@ def test_silent_server_delays_no_attempt(monkeypatch: pytest.MonkeyPatch) -> Non
     asyncio.run(scene())
 
 
+@pytest.mark.prefect
+def test_newest_texts_of_a_model_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a step, and without a secret that a script writes as one."""
+    pages = list[str]()
+
+    async def keep(page: str, **_: Any) -> None:
+        pages.append(page)
+
+    monkeypatch.setattr(report.artifacts, "acreate_markdown_artifact", keep)
+
+    @flow(name="scene")
+    async def scene() -> None:
+        async with LiveArtifacts("demo") as live:
+            for step in range(1, 12):
+                text = f"text {step} Authorization: Bearer {SECRET}"
+                live.add({"kind": "sample", "step": step, "prompt": "a", "text": text})
+
+    asyncio.run(scene())
+    assert re.findall(r"text \d+", pages[-1]) == [f"text {step}" for step in range(4, 12)]
+    assert leaks(pages[-1], SECRET) == []
+
+
 def test_findings_that_repeat_a_secret_are_shown_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
 

@@ -80,6 +80,11 @@ def test_every_second_of_a_run_has_its_part_and_price() -> None:
     assert [costs[part] for part in (Part.QUEUE, Part.PULL, Part.TRAINING)] == ["$0.00", "$0.60", "$0.40"]
 
 
+def test_writing_texts_counts_as_evaluation() -> None:
+    rows = [entry | {"kind": entry["kind"].replace("evaluation", "sample")} for entry in ROWS]
+    assert seconds(ledger([UNDISTURBED], rows)) == seconds(ledger([UNDISTURBED], ROWS))
+
+
 def test_each_attempt_costs_what_its_own_machines_cost() -> None:
     """The run has moved to cheaper machines, and then to ones without a price."""
     collects, free = (attempt(number, 185, found=190, pulled=195, node=(195, 285), ended=285) for number in (2, 3))

@@ -125,6 +125,29 @@ def test_report_has_outcome_figures_curves_with_a_sample() -> None:
     assert "4.2400" in live_markdown(training(25))
 
 
+def sampled(*steps: int, prompt: str = "def ", text: str = "main():") -> list[dict[str, Any]]:
+    """Rows of a text of each step."""
+    return [{"kind": "sample", "step": step, "prompt": prompt, "text": f"{text}{step}"} for step in steps]
+
+
+def test_texts_of_the_first_last_steps_are_shown() -> None:
+    """A step that was repeated has its last text, and a long training only some."""
+    rows = [*sampled(*range(100, 10_001, 100)), *sampled(10_000, text="again")]
+    page, text = Page(html(a_report(rows=[*training(), *rows]))), markdown(a_report(rows=[*training(), *rows]))
+    for step in ("100", "1,500", "2,900"):
+        assert f"{step}def main():{step.replace(',', '')}" in page.prose
+        assert f"| {step} | def | main():{step.replace(',', '')} |" in text
+    assert "10,000def again10000" in page.prose
+    assert "main():10000" not in page.prose + text
+    assert page.prose.count("def main():") == 7
+    assert "Texts during the training" not in html(a_report()) + markdown(a_report())
+
+
+def test_a_running_training_shows_its_texts() -> None:
+    assert "| 20 | def | main():20 |" in live_markdown(training(25), sampled(20))
+    assert "Texts" not in live_markdown(training(25))
+
+
 def test_the_outcome_says_how_far_the_run_came() -> None:
     assert outcome(a_report(final=final(step=20, complete=False))).startswith("A model of step 20 was collected")
     assert outcome(a_report(final=None)) == "Trained to the last step; the model is not collected yet"
@@ -138,13 +161,14 @@ def test_the_outcome_says_how_far_the_run_came() -> None:
 @settings(max_examples=60)
 def test_no_text_becomes_markup(name: str, sample: str, setting: str) -> None:
     reported = a_report(
-        rows=[], name=name, address=f"/data/runs/{name}", final=final(prompt=name, sample=sample),
+        rows=sampled(1, prompt=name, text=sample), name=name, address=f"/data/runs/{name}",
+        final=final(prompt=name, sample=sample),
         dataset=dataset(name=name.encode(errors="replace").decode()),
         identity=SoftwareIdentity(image=name, packages={setting: name}, commit=setting, dirty=False),
         config={"name": setting, "model": {"name": setting}, setting: [setting]},
     )  # fmt: skip
     page = html(reported)
-    found, expected = Page(page), Page(html(a_report(rows=[])))
+    found, expected = Page(page), Page(html(a_report(rows=sampled(1))))
     structure = [tag for tag in found.tags if tag not in ("tr", "th", "td", "code")]
     assert structure == [tag for tag in expected.tags if tag not in ("tr", "th", "td", "code")]
     page.encode()

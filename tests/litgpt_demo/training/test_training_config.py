@@ -76,6 +76,16 @@ def test_invalid_counts_are_refused(written: object) -> None:
             {"muon_learning_rate": 0.01},
             "optimizer=adamw does not use .*_rate=0.01; .*train.optimizer=muon",
         ),
+        (TrainConfig, {"sample_prompts": ["def "]}, "sample_prompts is not used without train.sample_every"),
+        (TrainConfig, {"sample_tokens": 8}, "sample_tokens is not used without train.sample_every"),
+        (TrainConfig, {"sample_every": 5, "sample_prompts": []}, "at least 1 item"),
+        (TrainConfig, {"sample_every": 5, "sample_prompts": ["a", ""]}, "at least 1 character"),
+        (TrainConfig, {"sample_every": 5, "sample_prompts": ["a"] * 9}, "at most 8 items"),
+        (
+            RunConfig,
+            {"model": {"sequence_length": 16}, "train": {"sample_every": 5}},
+            "a prompt of 16 bytes, which may be as many tokens, but model.sequence_length=16",
+        ),
         (TrainConfig, {"profiler": {"steps": "25-20"}}, "steps=25-20 must be 1 to 100 steps"),
         (TrainConfig, {"profiler": {"steps": 300}, "max_steps": 200}, "steps=300 begin after train.max_steps=200"),
         (
