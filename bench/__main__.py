@@ -20,6 +20,12 @@ ROUNDS = {
 }  # fmt: skip
 
 
+def machine_name(device: str) -> str:
+    """Return the part of a result's name that says where it was measured."""
+    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores-{device}"
+    return machine.lower().replace(" ", "-").strip("-")
+
+
 def main() -> int:
     """Print the bars, and write all figures to bench/results/<name>-<machine>.json; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -35,8 +41,7 @@ def main() -> int:
             missed.append(bar)
         shown = f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
         print(f"{bar}: {shown} target {' '.join(map(str, target)) or relation} {'MISSED' if bar in missed else 'ok'}")
-    machine = f"{platform.system()}-{platform.machine()}-{os.cpu_count()}cores-{seen.get('device', '')}"
-    machine = machine.lower().replace(" ", "-").strip("-")
+    machine = machine_name(seen.get("device", ""))
     target = Path("bench/results") / f"{args.name}-{machine}.json"
     target.write_text(json.dumps({"machine": machine, **seen, "bars": bars, "missed": missed}, indent=1) + "\n")
     print(f"figures: {target}")
