@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-model bench-attention bench-checkpoint bench-pipeline bench-diagnosis bench-continue diagrams docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-model bench-checkpoint bench-pipeline bench-diagnosis diagrams docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -90,10 +90,7 @@ bench-dataset: $(VENV)/.installed-bench ## preparation, compared with gigatoken 
 bench-training: $(VENV)/.installed ## training steps, compared with those of litgpt pretrain
 	$(BIN)/python -m bench training $(if $(QUICK),--quick)
 
-bench-attention: $(VENV)/.installed ## training steps with attention within documents, compared with causal attention
-	$(BIN)/python -m bench attention $(if $(QUICK),--quick)
-
-bench-model: bench-attention bench-continue ## losses of small models for the same tokens with Muon and AdamW, then these two
+bench-model: $(VENV)/.installed ## the features of the trainer: losses and resumes of small models, and times of steps
 	$(BIN)/python -m bench model $(if $(QUICK),--quick)
 
 bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fast checkpoints are written and read
@@ -104,9 +101,6 @@ bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 
 bench-diagnosis: $(VENV)/.installed ## how often the diagnosis of a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench diagnosis $(if $(QUICK),--quick)
-
-bench-continue: $(VENV)/.installed ## the loss of a continued run, compared with that of an uninterrupted one
-	$(BIN)/python -m bench continue $(if $(QUICK),--quick)
 
 diagrams: $(VENV)/.installed-dev ## draw the Mermaid diagrams of the pages: MERMAID=mermaid.min.js, from `npm pack mermaid@11`
 	$(BIN)/python -m docs.diagrams $(MERMAID)

@@ -14,10 +14,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-ROUNDS = {
-    "dataset": 5, "training": 5, "model": 3, "attention": 3, "continue": 3, "checkpoint": 7, "pipeline": 3,
-    "diagnosis": 1,
-}  # fmt: skip
+ROUNDS = {"dataset": 5, "training": 5, "model": 3, "step_time": 3, "checkpoint": 7, "pipeline": 3, "diagnosis": 1}
 
 
 def machine_name(device: str) -> str:
@@ -33,17 +30,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="number of measurements of each side")
     parser.add_argument("--quick", action="store_true", help="one round, within 4 minutes on two cores")
     args = parser.parse_args()
+    load = os.getloadavg()  # of other programs: a time is that of a quiet machine, or worth little
     bars, seen = import_module(f"bench.{args.name}").measure(1 if args.quick else args.rounds or ROUNDS[args.name])
     missed = []
+    print("| what | measured | target | |\n|---|---|---|---|")
     for bar, (figure, *target) in bars.items():
         relation, limit = target or ("reported", None)
         if (relation == "at least" and figure < limit) or (relation == "at most" and figure > limit):
             missed.append(bar)
         shown = f"{figure:,.0f}" if figure >= 1000 else f"{figure:.3g}"
-        print(f"{bar}: {shown} target {' '.join(map(str, target)) or relation} {'MISSED' if bar in missed else 'ok'}")
+        goal = " ".join(map(str, target)) or relation
+        print(f"| {bar} | {shown} | {goal} | {'MISSED' if bar in missed else 'ok'} |")
     machine = machine_name(seen.get("device", ""))
     target = Path("bench/results") / f"{args.name}-{machine}.json"
-    target.write_text(json.dumps({"machine": machine, **seen, "bars": bars, "missed": missed}, indent=1) + "\n")
+    target.write_text(
+        json.dumps({"machine": machine, "load": load, **seen, "bars": bars, "missed": missed}, indent=1) + "\n"
+    )
     print(f"figures: {target}")
     return int(bool(missed))
 

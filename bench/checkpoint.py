@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from bench.training import random_dataset
-from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
+from bench.training import random_dataset, write_run
+from litgpt_demo.config import ModelConfig
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import checkpoints
 from litgpt_demo.training.loop import scratch_of
@@ -30,18 +30,16 @@ from litgpt_demo.training.setup import open_data, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
 MODEL = ModelConfig(name="pythia-31m", sequence_length=512)
-TRAIN = TrainConfig(global_batch=4, micro_batch=4, max_steps=100_000, precision="32-true", keep_last=1, keep_best=0)
+BATCH = {"global_batch": 4, "micro_batch": 4, "max_steps": 100_000}
+TRAIN = BATCH | {"precision": "32-true", "keep_last": 1, "keep_best": 0}
 
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
         run, full_state = open_storage(f"{folder}/run"), f"{folder}/full-state"
         dataset = random_dataset(Path(folder, "dataset"), tokens=2**19)
-        spec = TrainingSpec(
-            run="run", dataset=str(dataset), dataset_hash="random", model=MODEL, train=TRAIN, steps=100_000,
-            world_size=1,
-        )  # fmt: skip
-        training = set_up(spec, open_data(spec, dataset), open_fabric(TRAIN), run, scratch_of(run, 0))
+        spec = write_run(Path(folder, "run"), dataset, model=MODEL, train=TRAIN)
+        training = set_up(spec, open_data(spec, dataset), open_fabric(spec.train), run, scratch_of(run, 0))
         model, optimizer = training.model.module, training.optimizer.optimizer
         results: list[SaveResult] = []
         beside, alone = Saver(training, on_result=results.append), Saver(training, on_result=lambda saved: None)

@@ -116,4 +116,4 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
         bars[f"pipeline around the training, {kind}, s"] = median(seen[f"added, {kind}"]), "at most", added
         bars[f"a run found done, {kind}, s"] = median(seen[f"found done, {kind}"]), "at most", found
     bars["re-attach, s"] = median(seen["re-attach, server up"]), "at most", 10.0
-    return bars, {"load": os.getloadavg(), "seconds": seen}
+    return bars, {"seconds": seen}

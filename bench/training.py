@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from litgpt_demo.config import Filters, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.dataset import DatasetManifest, Split
+from litgpt_demo.data.dataset import DatasetManifest, Split, open_dataset
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.storage import open_storage
 
@@ -70,18 +70,27 @@ def watched(*command: str, counted: int) -> dict[str, Any] | None:
     return {"first": times[0] - began, "steps": steps, "step": median(steps or [0.0]), "last": last}
 
 
+def write_run(folder: Path, dataset: Path, *, model: ModelConfig, train: dict[str, Any], **spec: Any) -> TrainingSpec:
+    """Write a run's folder as the launcher leaves it before training; `spec` has other fields of the returned one."""
+    settings, manifest = TrainConfig.model_validate(train), open_dataset(str(dataset))
+    steps = settings.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length, parameters=0)
+    training = TrainingSpec.model_validate({
+        "run": folder.name, "dataset": str(dataset), "dataset_hash": manifest.content_hash, "model": model,
+        "train": settings, "steps": steps, "world_size": 1, **spec,
+    })  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"training": training.model_dump(mode="json")}))
+    return training
+
+
 def train(
     folder: Path, side: str, model: str, length: int, settings: dict[str, Any], *, counted: int = STEPS
 ) -> dict[str, Any] | None:
     """Train by the `side` on the folder's dataset, in a new run's folder as the launcher leaves it."""
     steps = WARM_UP + counted + 3  # the last ones are followed by an evaluation and a checkpoint
-    settings = {"max_steps": steps, "warmup_steps": 2, "checkpoint_every": steps} | settings
-    spec = TrainingSpec(
-        run="bench", dataset=str(folder / "dataset"), dataset_hash="random", steps=steps, world_size=1,
-        model=ModelConfig(name=model, sequence_length=length), train=TrainConfig.model_validate(settings),
-    )  # fmt: skip
+    settings = {"max_steps": steps, "warmup_steps": 2, "evaluation_samples": 4, "checkpoint_every": steps} | settings
     run = Path(tempfile.mkdtemp(prefix="run-", dir=folder))
-    (run / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
+    write_run(run, folder / "dataset", model=ModelConfig(name=model, sequence_length=length), train=settings)
     if side == "litgpt":
         return watched("bench.litgpt_pretrain", str(run), str(run / "litgpt"), counted=counted)
     return watched("litgpt_demo", "train", "--run", str(run), counted=counted)
@@ -98,12 +107,14 @@ def fill_compiler_cache() -> None:
 
 
 def random_dataset(folder: Path, *, tokens: int) -> Path:
-    """A finished dataset of random ids: what they are changes no step's time."""
+    """A finished dataset of random ids in documents of random lengths: what they are changes no step's time."""
     generator, storage = np.random.default_rng(0), open_storage(str(folder))
 
     def split(name: str, size: int) -> Split:
-        content = generator.integers(IDS, size=size, dtype=np.uint16).tobytes()
-        return Split(documents=1, tokens=size, files=(FileRecord.of(storage.write(name, content)),))
+        content = generator.integers(1, IDS, size=size, dtype=np.uint16)
+        ends = np.cumsum(generator.lognormal(np.log(400), 1.0, size).astype(int) + 1)  # as web pages have them, about
+        content[ends[ends < size]] = 0
+        return Split(documents=1, tokens=size, files=(FileRecord.of(storage.write(name, content.tobytes())),))
 
     manifest = DatasetManifest(
         format=2, name="random", content_hash="random", corpus=None, filters=Filters(), dropped={}, bad_documents=0,

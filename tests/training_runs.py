@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import pytest
 from corpora import corpus_in, prepared
 
-from litgpt_demo.config import DataConfig, InitialWeights, ModelConfig, TrainConfig, TrainingSpec
-from litgpt_demo.data.dataset import DatasetManifest, open_dataset, plan_dataset
+from bench import training
+from litgpt_demo.config import DataConfig, ModelConfig
+from litgpt_demo.data.dataset import DatasetManifest, plan_dataset
 from litgpt_demo.data.preparation import prepare
 from litgpt_demo.metrics import curve, rows_of
 from litgpt_demo.storage import open_storage
@@ -78,20 +79,10 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def write_run(
-    folder: Path, dataset: Path, *, world_size: int = 1, model: ModelConfig = MODEL,
-    origin: InitialWeights | None = None, **train: Any,
-) -> Path:  # fmt: skip
-    """A run's folder as the launcher leaves it before training."""
-    settings = TrainConfig.model_validate(TRAIN | train)
-    manifest: DatasetManifest = open_dataset(str(dataset))
-    steps = settings.steps(tokens=manifest.train.tokens, sequence_length=model.sequence_length, parameters=0)
-    spec = TrainingSpec(
-        run=folder.name, dataset=str(dataset), dataset_hash=manifest.content_hash, model=model, train=settings,
-        steps=steps, world_size=world_size, origin=origin,
-    )  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"training": spec.model_dump(mode="json")}))
+def write_run(folder: Path, dataset: Path, *, model: ModelConfig = MODEL, **train: Any) -> Path:
+    """A run's folder as the launcher leaves it before training; see `bench.training.write_run`."""
+    places = {name: train.pop(name) for name in ("world_size", "origin") if name in train}
+    training.write_run(folder, dataset, model=model, train=TRAIN | train, **places)
     return folder
 
 
