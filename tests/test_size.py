@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 39_937,
-    "launcher": 16_768,
+    "source": 40_450,
+    "launcher": 16_798,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 18_086,
-    "bench": 1_043,
-    "tests": 34_012,
+    "litgpt_demo": 18_567,
+    "bench": 1_127,
+    "tests": 35_257,
     "test data": 3_667,
 }
 
