@@ -112,7 +112,9 @@ def run_ranks(
     exit_code = shutdown.torchrun.wait()
     if exit_code == 0:
         return TorchrunResult(signalled_at=shutdown.signalled_at)
-    kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=0)  # ranks outlive a torchrun that was killed
+    # Ranks outlive a torchrun that was killed, or that got SIGTERM while it was starting them. Those may still save.
+    grace = 0.0 if shutdown.signalled_at is None else max(0.0, shutdown.signalled_at + node.grace - time.time())
+    kill_by_env_marker(NODE_DIRECTORY, str(node.own), grace=grace)
     killed = out_of_memory_kills() - kills_before
     failures, agent = read_failures(logs)
     if failure is not None:

@@ -4,10 +4,12 @@ import io
 import os
 import socket
 import stat
+import sys
 import tarfile
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from waiting import until
 from litgpt_demo.errors import DataError, FailureClass, RankFailure
 from litgpt_demo.heartbeat import NODE_DIRECTORY
 from litgpt_demo.node import code
-from litgpt_demo.node.agent import TorchrunResult, fault_of, processes_with_env
+from litgpt_demo.node.agent import ShutdownState, TorchrunResult, fault_of, processes_with_env, run_ranks
 from litgpt_demo.node.checks import check_call
 from litgpt_demo.node.code import unpacked_code
 from litgpt_demo.node.logs import uploaded
@@ -227,6 +229,30 @@ def test_a_node_asked_to_leave_lets_its_ranks_save(tmp_path: Path) -> None:
     assert node.returncode == 45
     assert report_of(tmp_path / "d")["fault"] == FailureClass.PREEMPTED
     assert processes_with_env(NODE_DIRECTORY, str(tmp_path / "d" / "node-0")) == []
+
+
+FORGETS_ITS_RANK = """
+import pathlib, subprocess, sys
+place = pathlib.Path(sys.argv[2])
+rank = subprocess.Popen([sys.executable, *sys.argv[1:]])
+while not (place / "up").exists():
+    pass
+sys.exit(1)
+"""
+
+
+def test_a_rank_that_was_just_started_may_save_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun does not know it yet if the signal comes at that moment."""
+    asked, rank = node(tmp_path), tmp_path / "rank.py"
+    rank.write_text(SAVING)
+    (tmp_path / "torchrun.py").write_text(FORGETS_ITS_RANK)
+    command = [sys.executable, str(tmp_path / "torchrun.py"), str(rank), str(tmp_path)]
+    monkeypatch.setattr("litgpt_demo.node.agent.torchrun_command", lambda node, log_dir: command)
+    asked.own.mkdir(parents=True)
+    environ = os.environ | {NODE_DIRECTORY: str(asked.own)}
+    result = run_ranks(asked, environ, ShutdownState(signalled_at=time()))
+    assert (tmp_path / "saved").exists()
+    assert fault_of(result) is FailureClass.PREEMPTED
 
 
 @pytest.fixture
