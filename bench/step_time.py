@@ -117,11 +117,7 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
         bars: dict[str, Any] = {
             "step time with document masks / without": (max(masked), "at most", 1.15),
             "step time with z-loss, average and clipping off / bare loop": (bare, "at most", 1.01),
-            "step time with digests / without": (
-                ratio("with digests / without", BARE_STEPS, *digested),
-                "at most",
-                1.01,
-            ),
+            "step time with digests / without": (ratio("digests", BARE_STEPS, *digested), "at most", 1.01),
             "step time with Muon / AdamW": (ratio("muon / adamw", STEPS, muon, step),),
         }
     return bars, {"device": torch.cuda.get_device_name() if cuda else "", "seconds": seconds}
