@@ -243,14 +243,14 @@ sys.exit(1)
 
 def test_a_rank_that_was_just_started_may_save_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun does not know it yet if the signal comes at that moment."""
-    asked, rank = node(tmp_path), tmp_path / "rank.py"
+    place, rank = node(tmp_path), tmp_path / "rank.py"
     rank.write_text(SAVING)
     (tmp_path / "torchrun.py").write_text(FORGETS_ITS_RANK)
     command = [sys.executable, str(tmp_path / "torchrun.py"), str(rank), str(tmp_path)]
     monkeypatch.setattr("litgpt_demo.node.agent.torchrun_command", lambda node, log_dir: command)
-    asked.own.mkdir(parents=True)
-    environ = os.environ | {NODE_DIRECTORY: str(asked.own)}
-    result = run_ranks(asked, environ, ShutdownState(signalled_at=time()))
+    place.own.mkdir(parents=True)
+    environ = os.environ | {NODE_DIRECTORY: str(place.own)}
+    result = run_ranks(place, environ, ShutdownState(signalled_at=time()))
     assert (tmp_path / "saved").exists()
     assert fault_of(result) is FailureClass.PREEMPTED
 
