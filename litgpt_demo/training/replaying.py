@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

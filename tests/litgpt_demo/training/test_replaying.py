@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from training_runs import NewRun, rows
+from training_runs import rows
 
 from litgpt_demo.replays import Replay, read_replay
 from litgpt_demo.storage import open_storage

@@ -1,0 +1,139 @@
+"""A replay of some steps of a run: whether it is possible, with how many ranks, and one on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from launcher.checks.arithmetic import gpu_names
+from launcher.config import RunConfig, ScriptConfig, validated
+from launcher.errors import JobFailed
+from launcher.job import JobState, LogLine
+from launcher.platforms import default_settings
+from launcher.runs import waiting
+from launcher.runs.diagnosis import diagnose
+from launcher.runs.run import plan_script
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.errors import UserError
+from litgpt_demo.metrics import Row
+from litgpt_demo.node.checks import usable_cores
+from litgpt_demo.replays import Replay, read_replay
+from litgpt_demo.runs import ATTEMPTS, CONFIG, REPLAYS, node_reports, read_document, read_metrics
+from litgpt_demo.storage import Storage, open_storage
+from litgpt_demo.training.checkpoints import list_complete
+
+_WARNING = "warning: "  # begins a line for a person (litgpt_demo.training.reporting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayPlan:
+    """A replay that is possible, as far as the run's records show."""
+
+    run: Storage
+    first: int
+    last: int
+    path: str
+    """The file of its result, below the run's folder."""
+    script: ScriptConfig
+    """Its job."""
+
+    def read(self) -> Replay:
+        return read_replay(self.run, self.path)
+
+
+def plan_replay(
+    run: Storage, steps: str, *, from_start: bool = False, processes: int | None = None, on_own_platform: bool = False
+) -> ReplayPlan:
+    """Return the replay of these steps, such as 400-412, on this machine or on the run's own platform.
+
+    On this machine it has `processes` ranks, by default as many as trained the last step. Raises UserError for steps
+    that the run does not have, that no kept checkpoint precedes, or for ranks that do not fit.
+    """
+    document, rows = read_document(run), read_metrics(run)
+    spec = document.training
+    first, last = _numbers(steps, spec, rows)
+    start = [row for row in rows if row["kind"] == "start" and row["step"] < last][-1]
+    kept = sorted(manifest.step for manifest in list_complete(run))
+    if first > 1 and not from_start and not any(step < first for step in kept):
+        of_steps = f"those of steps {', '.join(map(str, kept))}" if kept else "none"
+        fix = f"--from-start trains all {last} steps from the initial weights; for later runs, train.keep_every=N"
+        what = f"{run.address()} has no checkpoint before step {first}: it has {of_steps}"
+        raise UserError(what, fix=f"{fix} keeps the checkpoint of every N-th step")
+    program = ["replay", "--run", run.address(), "--steps", f"{first}-{last}"]
+    path = f"{REPLAYS}/{first}-{last}.json"
+    program += ["--out", run.address(path)]
+    attempt = start.get("attempt")
+    if attempt is not None and run.exists(f"{ATTEMPTS}/{attempt}/{CONFIG}"):  # settings that other attempts changed
+        program += ["--attempt", str(attempt)]
+    if from_start or first == 1:
+        program.append("--from-start")
+    script: dict[str, Any] = {"root": run.address().rpartition("/runs/")[0] or run.address()}
+    if on_own_platform:
+        config = validated(RunConfig, document.run, where=run.address(CONFIG))
+        ranks, script["image"], script["platform"] = config.world_size, config.image, config.platform
+    else:
+        ranks = _ranks_here(processes, int(start["world_size"]), last)
+        changes = {"nodes": 1, "processes_per_node": ranks}
+        script["platform"] = default_settings().model_copy(update=changes)
+    try:
+        spec.train.gradient_accumulation_steps(ranks)
+    except ValueError as error:
+        raise UserError(str(error), fix="give another number as --processes") from error
+    job = ScriptConfig(name="replay", script="-m litgpt_demo", args=tuple(program), **script)
+    return ReplayPlan(run=run, first=first, last=last, path=path, script=job)
+
+
+def _numbers(steps: str, spec: TrainingSpec, rows: Sequence[Row]) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d{0,8})(?:-([1-9]\d{0,8}))?", steps)
+    if match is None:
+        raise UserError(f"--steps={steps} is not a step or two", fix="give the first and the last one, as 400-412")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last:
+        raise UserError(f"--steps={steps} ends before it begins", fix=f"give --steps={last}-{first}")
+    if not any(row["kind"] == "start" for row in rows):
+        raise UserError(f"{spec.run} has no metrics, so none of its steps was trained", fix="run it first")
+    # Steps without a row may follow the last one: those between two rows, and the one that ended the run.
+    most = min(spec.steps, max(row["step"] for row in rows) + spec.train.log_every)
+    if last > most:
+        raise UserError(f"--steps={steps} is beyond step {most}, the last of {spec.run}", fix="give earlier steps")
+    return first, last
+
+
+def _ranks_here(processes: int | None, recorded: int, last: int) -> int:
+    gpus = gpu_names()
+    room, unit = (len(gpus), "GPUs") if gpus else (usable_cores(), "cores")
+    if processes is None and recorded > room:
+        what = f"step {last} was trained by {recorded} ranks, but this machine has {room} {unit}"
+        fix = f"--processes={room} replays it by {room}, equal but for rounding; --platform on the run's own platform"
+        raise UserError(what, fix=fix)
+    return recorded if processes is None else processes
+
+
+def replay_here(plan: ReplayPlan, *, on_warning: Callable[[str], object]) -> Replay:
+    """Replay on this machine and return the result. Raises JobFailed with the root cause if it fails."""
+    platform, tail = plan.script.platform.open(), deque[LogLine](maxlen=200)
+
+    def receive(lines: Iterable[LogLine]) -> None:
+        tail.extend(lines)
+        for line in lines:
+            _, mark, warning = line.text.partition(_WARNING)
+            if mark:
+                on_warning(warning)
+
+    with TemporaryDirectory(prefix="train-litgpt-replay-") as folder:
+        job = replace(plan_script(plan.script).job(attempt=1, image=None), directory=folder, root="")
+        job_id = platform.submit(platform.render(job))
+        try:
+            followed = waiting.follow(platform, job_id, on_lines=receive, poll=platform.poll_seconds)
+            status = asyncio.run(followed)
+        finally:
+            platform.cancel(job_id)  # after Ctrl-C
+        if status.state is not JobState.SUCCEEDED:
+            diagnosis = diagnose(status, node_reports(open_storage(folder)), tail, logs=folder, nodes=1)
+            raise JobFailed(str(diagnosis), fault=diagnosis.fault)
+    return plan.read()
