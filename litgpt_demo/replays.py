@@ -15,7 +15,13 @@ from litgpt_demo.documents import parse_json
 from litgpt_demo.storage import Storage
 
 
-class ReplayedStep(Settings):
+class _Figures(Settings):
+    """A figure that is not finite is text in JSON, as in metrics."""
+
+    model_config = ConfigDict(ser_json_inf_nan="strings")
+
+
+class ReplayedStep(_Figures):
     """Losses are nats per token, and norms those of the whole gradient before clipping. A recorded figure is None where
     the run's metrics have none."""
 
@@ -32,7 +38,7 @@ class ReplayedStep(Settings):
         return [None if recorded is None else _difference(recorded, value) for recorded, value in pairs]
 
 
-class DocumentPart(Settings):
+class DocumentPart(_Figures):
     """The part of a document that is in a sample."""
 
     number: int | None
@@ -47,7 +53,7 @@ class DocumentPart(Settings):
     """The mean of their losses."""
 
 
-class ReplayedSample(Settings):
+class ReplayedSample(_Figures):
     id: int
     """As `python -m litgpt_demo windows` prints it."""
     loss: float
@@ -59,10 +65,8 @@ class ReplayedSample(Settings):
     """The documents with the highest losses in it, of the worst samples only."""
 
 
-class Replay(Settings):
+class Replay(_Figures):
     """Steps that were trained again."""
-
-    model_config = ConfigDict(ser_json_inf_nan="strings")
 
     run: str
     began_at: int
