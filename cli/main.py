@@ -416,8 +416,13 @@ def replay(
         bool, typer.Option("--from-start", help="Begin at the initial weights, not at a checkpoint.")
     ] = False,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="The largest relative difference of a figure for exit code 0.")
-    ] = 1e-4,
+        float | None,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help="The largest relative difference of a figure for exit code 0. The default is 1e-4, in 16 bits 0.02.",
+        ),
+    ] = None,
     root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:
@@ -435,18 +440,17 @@ def replay(
     else:
         with console.status("replaying"):
             result = replay_here(planned, on_warning=_print_notes)
-    page = f"{planned.path.removesuffix('.json')}.html"
-    folder.write(page, replays.html(result, tolerance).encode())
+    if tolerance is None:
+        tolerance = planned.tolerance
+    page = folder.write(planned.path.replace(".json", ".html"), replays.html(result, tolerance).encode()).path
     _print_json({**dict(result), "largest_difference": result.largest_difference, "page": folder.address(page)})
     _print_table(replays.table(result))
-    for sample in result.samples:
-        if sample.documents:
-            _say(f"\n{escape(replays.heading(sample))}")
-            for line in replays.documents(sample):
-                _say(f"  [dim]{escape(line)}[/]")
-            _say(f"  {escape(' '.join(sample.text.split())[:400])}")
-    _say(f"\n{escape(replays.verdict(result, tolerance))}: {escape(replays.origin(result))}")
-    _say(f"  page     {escape(folder.address(page))}")
+    for heading, lines, text in replays.worst_samples(result):
+        _say(f"\n{escape(heading)}")
+        for line in lines:
+            _say(f"  [dim]{escape(line)}[/]")
+        _say(f"  {escape(' '.join(text.split())[:400])}")
+    _say(f"\n{escape(replays.verdict(result, tolerance))}\n  page     {escape(folder.address(page))}")
     if not replays.is_equal(result, tolerance):
         raise typer.Exit(1)
 

@@ -79,7 +79,7 @@ class Replay(_Figures):
 
     @property
     def largest_difference(self) -> float | None:
-        """Return the largest relative difference of a figure. None if none of the steps is recorded."""
+        """Return the largest relative difference of a figure. None without a recorded figure."""
         known = [value for step in self.steps for value in step.differences if value is not None]
         return max(known, default=None)
 

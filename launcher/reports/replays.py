@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.formatting import loss_text, shown
 from launcher.reports.report import template
-from litgpt_demo.replays import Replay, ReplayedSample
+from litgpt_demo.replays import Replay
 
 
 def table(replay: Replay) -> list[dict[str, str]]:
@@ -31,7 +31,7 @@ def _figure(value: float) -> str:
 
 
 def _difference(value: float) -> str:
-    return f"{value:.1e}" if value else "0"
+    return f"{value:.1e}".replace("0.0e+00", "0")
 
 
 def is_equal(replay: Replay, tolerance: float) -> bool:
@@ -40,45 +40,44 @@ def is_equal(replay: Replay, tolerance: float) -> bool:
 
 
 def verdict(replay: Replay, tolerance: float) -> str:
+    """Return whether the steps are equal, where the replay began and on which ranks."""
+    where = "the initial weights"
+    if replay.began_at:
+        where = f"the checkpoint of step {replay.began_at:,}"
+    how = f"replayed from {where}, ranks: {replay.world_size}, device: {replay.device}"
     largest = replay.largest_difference
     if largest is None:
-        return "The run's metrics have none of these steps, so nothing was compared"
+        return f"Not compared, because the run's metrics lack these steps; {how}"
     if not largest:
-        return "The steps are equal bit for bit"
-    relation = "equal within" if is_equal(replay, tolerance) else "different beyond"
-    return f"The steps are {relation} the tolerance of {tolerance:.1e}: a figure differs by {largest:.1e} of its value"
+        return f"Equal bit for bit; {how}"
+    relation = "Different beyond"
+    if is_equal(replay, tolerance):
+        relation = "Equal within"
+    return f"{relation} the tolerance {tolerance:g}: a figure differs by {largest:.1e} of its value; {how}"
 
 
-def origin(replay: Replay) -> str:
-    """Return where the replay began, and on which ranks."""
-    where = f"the checkpoint of step {replay.began_at:,}" if replay.began_at else "the initial weights"
-    return f"from {where}, {replay.world_size} ranks on {replay.device}"
-
-
-def documents(sample: ReplayedSample) -> list[str]:
-    """Return a line for each document of a sample that is shown."""
-    lines = []
-    for part in sample.documents:
-        name = f"document {shown('{:,}'.format, part.number, 'at')}, from token {part.position:,} of the split"
-        lines.append(f"{name}: loss {loss_text(part.loss)} on {part.tokens:,} tokens: {part.beginning}")
-    return lines
-
-
-def heading(sample: ReplayedSample) -> str:
-    source = f" of {sample.source}" if sample.source else ""
-    return f"sample {sample.id}{source}: loss {loss_text(sample.loss)}"
+def worst_samples(replay: Replay) -> list[tuple[str, list[str], str]]:
+    """Return a heading, a line for each document, and the text of the samples that are shown."""
+    shown_samples = []
+    for sample in replay.samples:
+        lines = []
+        for part in sample.documents:
+            name = f"document {shown('{:,}'.format, part.number)}, from token {part.position:,}"
+            lines.append(f"{name}: loss {loss_text(part.loss)} on {part.tokens:,} tokens: {part.beginning}")
+        if lines:
+            name = " of ".join(filter(None, (f"sample {sample.id}", sample.source)))
+            shown_samples.append((f"{name}: loss {loss_text(sample.loss)}", lines, sample.text))
+    return shown_samples
 
 
 def html(replay: Replay, tolerance: float) -> str:
     """Return one page that needs nothing but itself."""
-    worst = [sample for sample in replay.samples if sample.documents]
     return template("replay.html").render(
         title=replay.run,
         equal=is_equal(replay, tolerance),
         verdict=verdict(replay, tolerance),
-        lead=f"Steps {replay.steps[0].step:,} to {replay.steps[-1].step:,}, {origin(replay)}.",
         rows=table(replay),
         last=f"{replay.steps[-1].step:,}",
         count=len(replay.samples),
-        worst=[(heading(sample), documents(sample), sample.text) for sample in worst],
+        worst=worst_samples(replay),
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -175,8 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--attempt", type=int, help="attempt whose config.json to read (default: the run's own)")
     parser.add_argument("--steps", required=True, help="the first and the last step, from 1: 400-412")
     parser.add_argument("--out", required=True, help="address of the JSON file for the result")
+    parser.add_argument("--threads", type=int, help="threads of a rank (default: as many as a training would have)")
     parser.add_argument("--from-start", action="store_true", help="begin at the initial weights")
     args = parser.parse_args(argv)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     run, (first, _, last) = open_storage(args.run), args.steps.partition("-")
     recorded = read_spec(run if args.attempt is None else run.within(f"{ATTEMPTS}/{args.attempt}"))
     with Heartbeat(max_silence=recorded.train.hang_timeout) as heart:
