@@ -30,6 +30,13 @@ class ReplayedStep(_Figures):
     loss: float
     recorded_grad_norm: float | None
     grad_norm: float
+    recorded_batch_sha256: str | None = None
+    batch_sha256: str = ""
+
+    @property
+    def has_other_batch(self) -> bool:
+        """Return whether the samples differ from the recorded ones; False if none are recorded."""
+        return self.recorded_batch_sha256 not in {None, self.batch_sha256}
 
     @property
     def differences(self) -> list[float | None]:
@@ -79,7 +86,9 @@ class Replay(_Figures):
 
     @property
     def largest_difference(self) -> float | None:
-        """Return the largest relative difference of a figure. None without a recorded figure."""
+        """Return the largest relative difference of a figure: infinite for other samples, None if none is recorded."""
+        if any(step.has_other_batch for step in self.steps):
+            return math.inf
         known = [value for step in self.steps for value in step.differences if value is not None]
         return max(known, default=None)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from launcher.formatting import loss_text, shown
 from launcher.reports.report import template
-from litgpt_demo.replays import Replay
+from litgpt_demo.replays import Replay, ReplayedStep
 
 
 def table(replay: Replay) -> list[dict[str, str]]:
@@ -15,6 +15,7 @@ def table(replay: Replay) -> list[dict[str, str]]:
         rows.append(
             {
                 "step": f"{step.step:,}",
+                "batch": _batch(step),
                 "recorded loss": shown(_figure, step.recorded_loss, "not recorded"),
                 "replayed loss": _figure(step.loss),
                 "loss differs by": loss,
@@ -24,6 +25,12 @@ def table(replay: Replay) -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def _batch(step: ReplayedStep) -> str:
+    if step.has_other_batch:
+        return "different"
+    return shown(lambda _: "same", step.recorded_batch_sha256, "not recorded")
 
 
 def _figure(value: float) -> str:

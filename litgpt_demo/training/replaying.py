@@ -28,7 +28,6 @@ from litgpt_demo.data.dataset import TokenDataset, stage
 from litgpt_demo.documents import with_checksum
 from litgpt_demo.errors import UserError
 from litgpt_demo.heartbeat import Heartbeat
-from litgpt_demo.metrics import curve
 from litgpt_demo.replays import DocumentPart, Replay, ReplayedSample, ReplayedStep, by_loss
 from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import open_storage
@@ -38,7 +37,7 @@ from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.resuming import load_checkpoint_before
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
-from litgpt_demo.training.step import MetricReducer, train_step
+from litgpt_demo.training.step import MetricReducer, StepResult, train_step
 
 _WORST = 5
 """Samples whose text and documents are shown, and documents of each."""
@@ -63,7 +62,7 @@ def replay(training: Training, first: int, last: int, *, from_start: bool = Fals
             raise UserError(what, fix=f"--from-start trains all {last} steps from the initial weights")
         if spec.origin is not None:
             start_from(training, spec.origin)
-    figures, reducer = dict[int, tuple[float, float]](), MetricReducer(training.fabric)
+    results, reducer = list[StepResult](), MetricReducer(training.fabric)
     training.model.train()
     stats = None
     for step in range(began_at, last):
@@ -73,7 +72,8 @@ def replay(training: Training, first: int, last: int, *, from_start: bool = Fals
         reducer.submit(step + 1, stats, leave=False, time_up=False)
         result = reducer.collect(max_in_flight=0)
         assert result is not None
-        figures[step + 1] = result.loss, result.grad_norm
+        if step + 1 >= first:
+            results.append(result._replace(local=stats._replace(token_losses=None)))
         is_finite = math.isfinite(result.loss) and (training.scaler or math.isfinite(result.grad_norm))
         if not is_finite and step + 1 >= first and spec.train.on_nonfinite == "stop":
             break
@@ -83,14 +83,21 @@ def replay(training: Training, first: int, last: int, *, from_start: bool = Fals
     samples = _samples_by_loss(training, step, stats.token_losses)
     if ranks.rank != 0:
         return None
-    rows = read_metrics(training.run)
-    losses, norms = curve(rows, "step", "loss"), curve(rows, "step", "grad_norm")
-    steps = [
-        ReplayedStep(
-            step=done, recorded_loss=losses.get(done), loss=loss, recorded_grad_norm=norms.get(done), grad_norm=norm
+    recorded = {row["step"]: row for row in read_metrics(training.run) if row["kind"] == "step"}
+    steps = list[ReplayedStep]()
+    for result in results:
+        row = recorded.get(result.done, {})
+        steps.append(
+            ReplayedStep(
+                step=result.done,
+                recorded_loss=row.get("loss"),
+                loss=result.loss,
+                recorded_grad_norm=row.get("grad_norm"),
+                grad_norm=result.grad_norm,
+                recorded_batch_sha256=row.get("batch_sha256"),
+                batch_sha256=result.batch_sha256,
+            )
         )
-        for done, (loss, norm) in figures.items() if done >= first
-    ]  # fmt: skip
     return Replay(
         run=spec.run, began_at=began_at, world_size=ranks.world_size, device=str(training.fabric.device),
         steps=tuple(steps), samples=samples,

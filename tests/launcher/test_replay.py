@@ -124,6 +124,17 @@ def test_tolerance_decides_which_steps_are_equal(recorded: float | None, loss: f
     assert Replay.model_validate_json(found.model_dump_json()).model_dump_json() == found.model_dump_json()
 
 
+def test_replay_of_other_samples_is_different() -> None:
+    same, unrecorded = (step_of(2.0, 2.0).model_copy(update={"recorded_batch_sha256": sha}) for sha in ("", None))
+    changed = same.model_copy(update={"batch_sha256": "0" * 64})
+    assert [is_equal(replay_of(step), 1e-4) for step in (same, unrecorded, changed)] == [True, True, False]
+    assert [row["batch"] for row in table(replay_of(same, unrecorded, changed))] == [
+        "same",
+        "not recorded",
+        "different",
+    ]
+
+
 def test_page_of_a_replay_has_only_text() -> None:
     found = replay_of(step_of(None, 3.0), step_of(2.5, 3.0))
     page = html(found, 1e-4)

@@ -36,8 +36,10 @@ def test_replayed_steps_have_the_bits_of_the_recorded_ones(finished: Path, tmp_p
     recorded = {row["step"]: row for row in rows(finished, "step")}
     for step in found.steps:
         assert step.loss == step.recorded_loss == recorded[step.step]["loss"]
+        assert step.batch_sha256 == step.recorded_batch_sha256 == recorded[step.step]["batch_sha256"]
         assert step.grad_norm == step.recorded_grad_norm == recorded[step.step]["grad_norm"]
     assert found.largest_difference == 0
+    assert replayed(finished, "12", tmp_path).began_at == 8, "its own checkpoint is behind it"
     assert np.mean([sample.loss for sample in found.samples]) == pytest.approx(found.steps[-1].loss, rel=1e-6)
     assert [sample.loss for sample in found.samples] == sorted((sample.loss for sample in found.samples), reverse=True)
 
