@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from launcher.config import RunConfig
 from launcher.replay import ReplayPlan, plan_replay
 from launcher.reports.replays import html, is_equal, table, verdict, worst_samples
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
@@ -27,7 +28,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     names: dict[str, Any] = {"run": "gpt-1", "dataset": "none", "dataset_hash": "none"}
     train = TrainConfig.model_validate(settings)
     spec = TrainingSpec(**names, model=ModelConfig(), train=train, steps=100, world_size=4)
-    write_document(storage, RunDocument(training=spec))
+    platform = {"kind": "local", "nodes": 2, "processes_per_node": 2}
+    config = RunConfig.model_validate({"platform": platform}).model_dump(mode="json")
+    write_document(storage, RunDocument(run=config, training=spec))
     write_document(storage.within("attempts/2"), RunDocument(training=spec))
     for step in (20, 30, 50):
         names = {"format": 2, "run": "gpt-1", "dataset_hash": "none", "validation_loss": None, "versions": {}}
@@ -81,6 +84,8 @@ def test_replay_has_ranks_and_settings_of_the_attempt(run: Path) -> None:
     assert ["--attempt" in plan.script.args for plan in ranks.values()] == [False, True, True]
     assert ranks["31-50"].script.args[-4:] == ("--attempt", "2", "--threads", "3")
     assert ranks["31-50"].script.root == str(run.parents[1])
+    own = planned(run, "51-55", on_own_platform=True).script.platform
+    assert (own.nodes, own.processes_per_node) == (2, 2)
     assert planned(run, "51-55", processes=2).script.platform.processes_per_node == 2
 
 
