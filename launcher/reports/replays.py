@@ -15,7 +15,7 @@ def table(replay: Replay) -> list[dict[str, str]]:
         rows.append(
             {
                 "step": f"{step.step:,}",
-                "batch": _batch(step),
+                "samples": _samples(step),
                 "recorded loss": shown(_figure, step.recorded_loss, "not recorded"),
                 "replayed loss": _figure(step.loss),
                 "loss differs by": loss,
@@ -27,7 +27,7 @@ def table(replay: Replay) -> list[dict[str, str]]:
     return rows
 
 
-def _batch(step: ReplayedStep) -> str:
+def _samples(step: ReplayedStep) -> str:
     if step.has_other_batch:
         return "different"
     return shown(lambda _: "same", step.recorded_batch_sha256, "not recorded")

@@ -133,7 +133,7 @@ def test_replay_of_other_samples_is_different() -> None:
     same, unrecorded = (step_of(2.0, 2.0).model_copy(update={"recorded_batch_sha256": sha}) for sha in ("", None))
     changed = same.model_copy(update={"batch_sha256": "0" * 64})
     assert [is_equal(replay_of(step), 1e-4) for step in (same, unrecorded, changed)] == [True, True, False]
-    assert [row["batch"] for row in table(replay_of(same, unrecorded, changed))] == [
+    assert [row["samples"] for row in table(replay_of(same, unrecorded, changed))] == [
         "same",
         "not recorded",
         "different",
