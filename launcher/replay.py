@@ -82,7 +82,10 @@ def plan_replay(
         program += ["--threads", str(start["threads"])]
     if from_start or first == 1:
         program.append("--from-start")
-    script: dict[str, Any] = {"root": run.address().rpartition("/runs/")[0] or run.address()}
+    script: dict[str, Any] = {
+        "root": run.address().rpartition("/runs/")[0] or run.address(),
+        "datasets": (spec.dataset,),
+    }
     if on_own_platform:
         config = validated(RunConfig, document.run, where=run.address(CONFIG))
         ranks, script["image"], script["platform"] = config.world_size, config.image, config.platform

@@ -32,7 +32,6 @@ from litgpt_demo.replays import DocumentPart, Replay, ReplayedSample, ReplayedSt
 from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.storage.private import make_temporary
-from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.resuming import load_checkpoint_before
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
@@ -200,20 +199,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         scratch.mkdir(exist_ok=True)
         try:
             heart.beat(0, "loading data and model", max_silence=timeouts.STATE_TRANSFER)
-            local_rank = fabric.local_rank
-            staged = Ranks.of(fabric).gather_then_scatter(
-                lambda: (local_rank, None if local_rank else stage(spec.dataset, scratch.parent)),
-                lambda found: [found[rank - local][1] for rank, (local, _) in enumerate(found)],
-            )
-            training = replace(set_up(spec, open_data(spec, Path(str(staged))), fabric, run, scratch), heart=heart)
+            folder = Path(os.environ.get("LITGPT_DATASET") or stage(spec.dataset, scratch))
+            training = replace(set_up(spec, open_data(spec, folder), fabric, run, scratch), heart=heart)
             try:
                 result = replay(training, int(first), int(last or first), from_start=args.from_start)
             finally:
                 training.feed.close()
             if result is not None:
-                folder, _, name = args.out.rpartition("/")
+                place, _, name = args.out.rpartition("/")
                 text = result.model_dump_json(indent=1).encode()
-                open_storage(folder).write(name, with_checksum(text, "record"))
+                open_storage(place).write(name, with_checksum(text, "record"))
             training.ranks.run_on_rank_zero(lambda: None)  # until then some rank may still read
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -8,6 +8,7 @@ import pytest
 from launcher.config import RunConfig
 from launcher.replay import ReplayPlan, plan_replay
 from launcher.reports.replays import html, is_equal, table, verdict, worst_samples
+from launcher.runs.run import plan_script
 from litgpt_demo.config import ModelConfig, TrainConfig, TrainingSpec
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import TrainLitgptError
@@ -86,6 +87,7 @@ def test_replay_has_ranks_and_settings_of_the_attempt(run: Path) -> None:
     assert ranks["31-50"].script.root == str(run.parents[1])
     own = planned(run, "51-55", on_own_platform=True).script.platform
     assert (own.nodes, own.processes_per_node) == (2, 2)
+    assert plan_script(planned(run, "51-55", on_own_platform=True).script).job(attempt=1, image=None).stage == ("none",)
     assert planned(run, "51-55", processes=2).script.platform.processes_per_node == 2
 
 
