@@ -46,6 +46,8 @@ from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
+from launcher.replay import plan_replay, replay_here
+from launcher.reports import replays
 from launcher.runs import waiting
 from launcher.runs.attempts import Attempt, Attempts, cancel_all
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
@@ -399,6 +401,58 @@ def evaluate(
     for evaluation in scores:
         for name, value in evaluation.pairs:
             _say(escape(f"  {name}: {value}"))
+
+
+@app.command()
+def replay(
+    target: Words,
+    steps: Annotated[str, typer.Option(help="The first and the last step, from 1: 400-412.", show_default=False)],
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks on this machine. The default is the number that trained the last step."),
+    ] = None,
+    platform: Annotated[bool, typer.Option("--platform", help="Run it as a job on the run's own platform.")] = False,
+    from_start: Annotated[
+        bool, typer.Option("--from-start", help="Begin at the initial weights, not at a checkpoint.")
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            show_default=False,
+            help="The largest relative difference of a figure for exit code 0. The default is 1e-4, in 16 bits 0.02.",
+        ),
+    ] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
+) -> None:
+    """Train steps of a run again from a kept checkpoint, compare their figures, and show the samples of the last one.
+
+    The run does not change. Its folder `replays` gets a page and the result.
+    """
+    if platform and processes is not None:
+        raise ConfigProblem("--processes is for this machine, and --platform has the run's own number; give one")
+    folder = _folder(target, root)
+    planned = plan_replay(folder, steps, from_start=from_start, processes=processes, on_own_platform=platform)
+    if platform:
+        _run_in_foreground("flows.run_torchrun:run_torchrun", dict(planned.script))
+        result = planned.read()
+    else:
+        with console.status("replaying"):
+            result = replay_here(planned, on_warning=_print_notes)
+    if tolerance is None:
+        tolerance = planned.tolerance
+    page = folder.write(planned.path.replace(".json", ".html"), replays.html(result, tolerance).encode()).path
+    _print_json({**dict(result), "largest_difference": result.largest_difference, "page": folder.address(page)})
+    _print_table(replays.table(result))
+    for heading, lines, text in replays.worst_samples(result):
+        _say(f"\n{escape(heading)}")
+        for line in lines:
+            _say(f"  [dim]{escape(line)}[/]")
+        _say(f"  {escape(' '.join(text.split())[:400])}")
+    _say(f"\n{escape(replays.verdict(result, tolerance))}\n  page     {escape(folder.address(page))}")
+    if not replays.is_equal(result, tolerance):
+        raise typer.Exit(1)
 
 
 @app.command()

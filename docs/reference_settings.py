@@ -193,7 +193,7 @@ SETTINGS_PAGES = {
         title="Settings of a script",
         purpose="Use this page to look up the settings of a config that runs your own script.",
         kind=ScriptConfig,
-        only=("name", "root", "script", "code", "args", "env", "max_restarts", "restart_policy"),
+        only=("name", "root", "script", "code", "args", "env", "datasets", "max_restarts", "restart_policy"),
         note=_NOT_HERE,
     ),
     "network-benchmark": SettingsPage(

@@ -219,6 +219,9 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
     """The arguments of the script, one item each, without quotes for a shell."""
     env: dict[str, str] = Field({}, json_schema_extra={"default": {}})
     """Environment variables of every rank. Do not put secrets here: these values are stored and shown."""
+    datasets: tuple[PathOrUri, ...] = ()
+    """The addresses of prepared datasets that each node copies and verifies before its ranks start. `LITGPT_DATASET` is
+    the folder of the first one on the node."""
     max_restarts: Count = Field(0, ge=0)
     """New attempts after each of node faults, network faults, hangs and preemptions, unless in `restart_policy`."""
     restart_policy: RestartSettings = RestartSettings()

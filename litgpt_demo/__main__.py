@@ -17,6 +17,7 @@ from litgpt_demo.proxies import settle_proxies
 COMMANDS = {
     "node": "litgpt_demo.node.main",
     "train": "litgpt_demo.training.loop",
+    "replay": "litgpt_demo.training.replaying",
     "compare": "litgpt_demo.training.starting",
     "prepare": "litgpt_demo.data.preparation",
     "windows": "litgpt_demo.data.batches",
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"usage: python -m litgpt_demo {{{','.join(COMMANDS)}}} …", file=sys.stderr)
         return 2
     try:
-        if argv[0] in {"train", "collect"}:
+        if argv[0] in {"train", "replay", "collect"}:
             from litgpt_demo.node.checks import check_packages
 
             for finding in check_packages(os.environ):

@@ -125,6 +125,7 @@ COLUMNS = {
     "tokens_per_step": Column(_Count, "start", "Tokens of a step of the whole job, with the largest batch.", "tokens"),
     "parameters": Column(_Count, "start", "Parameters of the model."),
     "world_size": Column(_Count, "start", "Ranks of the job."),
+    "threads": Column(_Count, "start", "Threads of a rank on a CPU. Their number decides the order of sums."),
     "device": Column(_Text, "start", "Device of rank 0, as torch names it."),
     "device_name": Column(_Text, "start", "Name of that device's model."),
     "precision": Column(_Text, "start", "`train.precision`."),

@@ -3,6 +3,7 @@
 runs/<name>-<id>/    config.json  sbom.cdx.json  metrics.jsonl  attempts/<n>/config.json
                      checkpoints/step-00000100/  profile/  final/{litgpt/,huggingface/,MODEL_CARD.md,lineage.json}
                      evaluations/<hash>.json  evaluations/<hash>.log  report.html  manifest.json
+                     replays/<first>-<last>.json  replays/<first>-<last>.html
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ LITGPT = f"{FINAL}/litgpt"
 HUGGINGFACE = f"{FINAL}/huggingface"
 REPORT = "report.html"
 EVALUATIONS = "evaluations"
+REPLAYS = "replays"
 
 _NODE_REPORT = re.compile(r"node-[0-9]{1,6}\.json")
 _REPORT_OF_ANY_LIFE = re.compile(rf"(restart-[0-9]+/)?{_NODE_REPORT.pattern}")

@@ -118,16 +118,19 @@ import json, os, signal, sys
 from multiprocessing import get_context
 from unittest.mock import MagicMock
 sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
-from litgpt_demo.training import checkpoints, loop, reporting  # with torch, once for all ranks
+from litgpt_demo.training import checkpoints, loop, replaying, reporting  # with torch, once for all ranks
 
 reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 
-def train(run, rank, world, dies_saving):
+def train(run, rank, world, dies_saving, replays):
     local = world // int(os.environ["GROUP_WORLD_SIZE"])
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank % local), GROUP_RANK=str(rank // local))
     os.environ.update(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local))
+    if replays:
+        replaying.main(["--run", run, "--steps", replays, "--out", f"{run}/replays/{replays}.json"])
+        return
     commit = checkpoints.commit
 
     def mortal(place, manifest):
@@ -146,12 +149,13 @@ def train(run, rank, world, dies_saving):
             json.dump({"tables": [str(gpt.cos.dtype), str(gpt.sin.dtype)], "optimizer": settings}, file)
 
 for line in sys.stdin:
-    environment, runs = json.loads(line)
+    environment, runs, replays = json.loads(line)
     os.environ.clear()
     os.environ.update(environment)
     codes = []
     for run, world, dies_saving in runs:
-        ranks = [get_context("fork").Process(target=train, args=(run, n, world, dies_saving)) for n in range(world)]
+        fork = get_context("fork").Process
+        ranks = [fork(target=train, args=(run, n, world, dies_saving, replays)) for n in range(world)]
         for rank in ranks:
             rank.start()
         for rank in ranks:
@@ -166,18 +170,19 @@ def train_elsewhere() -> Iterator[TrainElsewhere]:
     """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
 
     Of each run: folder, ranks, and the step in whose save a rank kills itself before the manifest is there, or 0.
-    Beside the folder each rank leaves what it had in the end; see `ends`.
+    Beside the folder each rank leaves what it had in the end; see `ends`. With `replays`, they replay these steps, and
+    the result is in the folder `replays` of the run.
     """
     from launcher.platforms.local.supervisor import reserved_ports
 
-    def train(*runs: tuple[Path | str, int, int], nodes: int = 1) -> list[list[int]]:
+    def train(*runs: tuple[Path | str, int, int], nodes: int = 1, replays: str = "") -> list[list[int]]:
         requests = [(str(run), world, dies_saving) for run, world, dies_saving in runs]
         with reserved_ports() as port:
             environment = os.environ | {
                 "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_RUN_ID": "r",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_WORLD_SIZE": str(nodes),
             }  # fmt: skip
-            print(json.dumps([environment, requests]), file=to_them, flush=True)
+            print(json.dumps([environment, requests, replays]), file=to_them, flush=True)
             return json.loads(from_them.readline())  # type: ignore[no-any-return]
 
     command, pipe = [sys.executable, "-c", _RANKS], subprocess.PIPE

@@ -225,6 +225,7 @@ class Script:
             directory=self.root.address(f"runs/{self.name}/{ATTEMPTS}/{attempt}"),
             env=config.env,
             image=image,
+            stage=config.datasets,
             code=self.root.address(self.code.path) if self.code else None,
         )
 

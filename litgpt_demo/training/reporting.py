@@ -89,6 +89,7 @@ class Reporter:
             tokens_per_step=train.batch_sizes[-1] * length,
             parameters=sum(weight.numel() for weight in training.model.parameters()),
             world_size=fabric.world_size,
+            threads=torch.get_num_threads(),
             device=str(device),
             device_name=device_name(device),
             precision=train.precision,

@@ -38,6 +38,18 @@ def resume(training: Training, *, on_warning: Callable[[str], object]) -> int:
     return 0
 
 
+def load_checkpoint_before(training: Training, step: int, *, on_warning: Callable[[str], object]) -> int:
+    """Load the newest checkpoint before a step that verifies, and change nothing in the run. Return its step; 0 if
+    there is none. `on_warning` gets the place and the reason of a damaged one on rank 0."""
+    resumption = _Rereading(training, on_warning)
+    for manifest in resumption.candidates():
+        if manifest.step < step and resumption.verifies(manifest):
+            resumption.load(manifest)
+            return manifest.step
+        training.optimizer.optimizer.state.clear()  # as in `resume`
+    return 0
+
+
 def _blame(error: NodeError, *, own: bool) -> NoReturn:
     """Raise the error of a machine that misreads. All ranks get it: on another machine it is a NetworkError."""
     if own:
@@ -151,3 +163,8 @@ class _Resumption:
         self._ranks.run_on_rank_zero(lambda: None)  # until then some rank may still read
         if local is None and self._local_rank == 0:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+class _Rereading(_Resumption):
+    def _quarantine(self, path: str, error: DataError) -> None:
+        self._on_warning(f"{path} does not verify and is not used: {error}")

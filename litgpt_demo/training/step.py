@@ -40,9 +40,13 @@ class LocalStepStats(NamedTuple):
     """`digests.batch_sum` of this rank's share of the batch."""
     by_source: Tensor | None = None
     """For a mixture: each source's sum of this rank's losses of samples, and their number; on the device."""
+    token_losses: Tensor | None = None
+    """If they are kept: the losses of this rank's targets, of shape (samples, length); on the device."""
 
 
-def train_step(training: Training, step: int, should_stop: Callable[[], bool] = lambda: False) -> LocalStepStats | None:
+def train_step(
+    training: Training, step: int, should_stop: Callable[[], bool] = lambda: False, *, keep_token_losses: bool = False
+) -> LocalStepStats | None:
     """Make one update. Every rank calls `should_stop` between two micro-batches, and if it returns True on all of them,
     the step is given up: it returns None, and the weights and the optimizer stay as they were."""
     spec, fabric, train = training.spec, training.fabric, training.spec.train
@@ -59,7 +63,7 @@ def train_step(training: Training, step: int, should_stop: Callable[[], bool] = 
         if index > 1 and should_stop():
             training.optimizer.zero_grad()
             return None
-        if isinstance(windows, MixtureDataset):
+        if keep_token_losses or isinstance(windows, MixtureDataset):
             module.per_token_loss_out = torch.empty(targets.numel(), dtype=torch.float32, device=fabric.device)
             token_losses.append(module.per_token_loss_out)
         # Sharded gradients are reduced after every pass, for a rank may have no room for all of them. Only the
@@ -87,7 +91,9 @@ def train_step(training: Training, step: int, should_stop: Callable[[], bool] = 
         training.average.update(step)
     training.optimizer.zero_grad()
     module.per_token_loss_out = None
-    by_source = None
+    by_source, losses_kept = None, None
+    if keep_token_losses:
+        losses_kept = torch.cat(token_losses).view(-1, windows.length)
     if isinstance(windows, MixtureDataset):
         positions = global_positions(spec, step)
         positions = rank_slice(positions, rank=fabric.global_rank, world_size=fabric.world_size)
@@ -95,7 +101,7 @@ def train_step(training: Training, step: int, should_stop: Callable[[], bool] = 
         losses = torch.cat(token_losses).view(len(sources), -1).mean(1, dtype=torch.float64)
         by_source = losses.new_zeros(2, len(windows.names))
         by_source.index_add_(1, sources, torch.stack([losses, torch.ones_like(losses)]))
-    return LocalStepStats(total / last, norm, batch.seconds_waited, batch.digest, by_source)
+    return LocalStepStats(total / last, norm, batch.seconds_waited, batch.digest, by_source, losses_kept)
 
 
 class StepResult(NamedTuple):

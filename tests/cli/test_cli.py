@@ -201,9 +201,10 @@ def test_run_names_its_model_when_the_corpus_is_gone(cli: Cli, workdir: Path, mo
 
 def test_verbs_fail_when_nothing_was_started(cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.main.check_evaluation", lambda _: [])  # the harness may not be installed
-    verbs = ("status", "cancel", "logs", "collect", "generate", "evaluate")
+    verbs = ("status", "cancel", "logs", "collect", "generate", "evaluate", "replay")
+    required = {"evaluate": ["tasks=[words]"], "replay": ["--steps", "1-2"]}
     for verb, *arguments in (*((verb, "training.yaml") for verb in verbs), ("evaluate", "@last", "--root", "out")):
-        output = cli(verb, *arguments, *(["tasks=[words]"] if verb == "evaluate" else []))
+        output = cli(verb, *arguments, *required.get(verb, []))
         assert (output.code, output.out, "nothing has been started under" in output.err) == (UNKNOWN, "", True)
     for arguments in (["out"], ["--root", "out"]):
         assert cli("runs", *arguments) == Said(0, f"nothing has been started under {workdir}/out\n", "")

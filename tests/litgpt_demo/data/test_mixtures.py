@@ -39,6 +39,7 @@ from litgpt_demo.data.preparation import prepare
 from litgpt_demo.documents import write_manifest
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export.models import export
+from litgpt_demo.replays import read_replay
 from litgpt_demo.storage import open_storage
 
 WEIGHTS = st.lists(st.integers(0, 10_000) | st.floats(0, 1e3), min_size=1, max_size=6).filter(any)
@@ -213,6 +214,13 @@ def test_mixture_trains_alike_on_any_ranks_and_after_a_kill(
     sizes = [evaluated[f"validation_loss.{name}"] / evaluated[f"bits_per_byte.{name}"] for name in ("ids", "prose")]
     bits = mean / (0.475 * sizes[0] + 0.525 * sizes[1])
     assert evaluated["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert train_elsewhere((runs["whole"], 1, 0), (runs["four"], 2, 0), replays="11-12") == [[0], [0, 0]]
+    again, by_two = (read_replay(open_storage(str(runs[name])), "replays/11-12.json") for name in ("whole", "four"))
+    assert (again.largest_difference, again.began_at, by_two.world_size) == (0, 8, 2)
+    assert by_two.largest_difference == pytest.approx(0, abs=1e-4)
+    assert {sample.source for sample in again.samples} == {"ids", "prose"}
+    prose = next(sample for sample in again.samples if sample.source == "prose" and sample.documents)
+    assert prose.documents[0].beginning[:8] in {text[:8] for text in TEXTS}
     final = export(open_storage(str(runs["four"])))  # one process suffices
     assert final.validation_windows == 2 * 7
     assert (final.logits_difference, final.huggingface is not None) == (0, True)

@@ -21,10 +21,12 @@ from litgpt_demo.__main__ import main as litgpt_demo
 from litgpt_demo.data.batches import sample_ids_for_step
 from litgpt_demo.data.dataset import stage
 from litgpt_demo.errors import UserError
+from litgpt_demo.replays import Replay
 from litgpt_demo.runs import read_spec
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training.checkpoints import list_complete
 from litgpt_demo.training.loop import fit, scratch_of
+from litgpt_demo.training.replaying import replay
 from litgpt_demo.training.resuming import resume
 from litgpt_demo.training.setup import Training, open_data, set_up
 from litgpt_demo.training.step import train_step
@@ -126,3 +128,26 @@ def test_an_overflow_of_scaled_losses_is_no_failure(new_run: NewRun) -> None:
     assert again.scaler.state_dict() == training.scaler.state_dict()
     assert again.scaler.get_scale() < 2.0**40
     again.feed.close()
+
+
+@pytest.mark.parametrize(("policy", "replays"), [("stop", [7]), ("skip", [7, 8, 9])])
+def test_replay_ends_where_a_bad_step_ended_the_run(new_run: NewRun, policy: str, replays: list[int]) -> None:
+    run = new_run("run", on_nonfinite=policy, keep_every=4)
+    training = training_of(run)
+    bad = numbers(training, 7)[3]
+    poison(training, [bad], by=math.nan)
+    if policy == "stop":
+        with pytest.raises(UserError, match="the loss of step 7 is nan"):
+            fit(training)
+    else:
+        fit(training)
+    again = training_of(run)
+    poison(again, [bad], by=math.nan)
+    found = replay(again, 7, 9)
+    again.feed.close()
+    assert found is not None
+    assert [step.step for step in found.steps] == replays
+    assert math.isnan(found.steps[0].loss)
+    assert found.steps[0].recorded_loss is None
+    assert not any(difference for step in found.steps for difference in step.differences)
+    assert math.isnan(Replay.model_validate_json(found.model_dump_json()).steps[0].loss)
