@@ -46,6 +46,7 @@ from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
+from launcher.provenance.statements import write_statements
 from launcher.runs import waiting
 from launcher.runs.attempts import Attempt, Attempts, cancel_all
 from launcher.runs.index import AttemptRecord, DamagedRecords, Index
@@ -330,13 +331,13 @@ def collect(
             from litgpt_demo.export.models import export as collect_models
 
             final = collect_models(storage, step=step, newest=newest, average=average)
-        place = storage.address(FINAL)
-        if average:
-            place = storage.address(FINAL_AVERAGE)
-        finals.append({"final": place, **dict(final)})
+        place = FINAL_AVERAGE if average else FINAL
+        write_statements(storage, place)
+        address = storage.address(place)
+        finals.append({"final": address, **dict(final)})
         for line in summary_lines(final):
             _say(escape(line))
-        _say(f"[green]✓[/] {escape(place)}")
+        _say(f"[green]✓[/] {escape(address)}")
     _print_json(finals)
 
 

@@ -17,6 +17,7 @@ from launcher.checks.preflight import check_evaluation
 from launcher.errors import raise_on_errors
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import bytes_text
+from launcher.provenance.statements import write_statements
 from launcher.runs.lease import POLL_INTERVAL, FolderLease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
@@ -52,10 +53,17 @@ async def evaluate(run: str, evaluation: EvaluationConfig) -> FinalManifest:
         found = await asyncio.to_thread(read_evaluation, storage, path)
         made = found or await _evaluated(storage, evaluation, path, parameters=final.parameters)
         # The manifest again: scoring may have taken hours.
-        final = await asyncio.to_thread(lambda: write_on_card(storage, _model_of(storage)))
+        final = await asyncio.to_thread(_publish_scores, storage)
     await acreate_table_artifact(made.table, key=f"scores-{final.run}", description="Scores of the collected model")
     what = f"{'; '.join(f'{name} {value}' for name, value in made.pairs)} in {storage.address(EVALUATIONS)}"
     emit(StepDone(step=Step.EVALUATION, what=what, reused=found is not None))
+    return final
+
+
+def _publish_scores(run: Storage) -> FinalManifest:
+    """Write all scores on the model's card and in its statements; return the model's manifest."""
+    final = write_on_card(run, _model_of(run))
+    write_statements(run)
     return final
 
 

@@ -24,6 +24,7 @@ from launcher.curves import summary
 from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
+from launcher.provenance.statements import write_statements
 from launcher.reports import report
 from launcher.reports.goodput import attempt_times, ledger
 from launcher.reports.report import RunReport
@@ -293,11 +294,13 @@ def _report_of(
 
 
 def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    """Write report.html and the manifest, unless there is a manifest that says the same: drawing takes two seconds."""
+    """Write report.html, the statements and the manifest, unless there is a manifest that says the same: drawing takes
+    two seconds."""
     storage, made = run.storage, _report_of(run, dataset, identity, final)
     models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
     def with_report(stored: ObjectInfo) -> RunManifest:
+        statements = write_statements(storage)  # with the digest of the stored report
         return RunManifest(
             run=run.name,
             run_id=run.id,
@@ -309,7 +312,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             validation_loss=final.validation_loss,
             origin=run.origin,
             attempts=made.attempts,
-            files=(*models, FileRecord.of(stored)),
+            files=(*models, *statements, FileRecord.of(stored)),
         )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code

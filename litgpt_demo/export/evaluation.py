@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +134,7 @@ def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
     # The manifest lacks the card for a moment, because it must never name other bytes than the stored ones.
     others = tuple(file for file in final.files if file.path != CARD)
     write_manifest(place, final.model_copy(update={"files": others}))
-    stored = FileRecord.of(place.write(CARD, card.encode()))
+    stored = FileRecord.of(place.write(CARD, card.encode()), sha256=sha256(card.encode()).hexdigest())
     made = final.model_copy(update={"files": (*others, stored)})
     write_manifest(place, made)
     return made
