@@ -17,7 +17,7 @@ from launcher.checks.preflight import check_evaluation
 from launcher.errors import raise_on_errors
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import bytes_text
-from launcher.provenance.statements import write_statements
+from launcher.provenance.statements import PROVENANCE, write_statements
 from launcher.runs.lease import POLL_INTERVAL, FolderLease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
@@ -27,7 +27,7 @@ from litgpt_demo.errors import UserError, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.evaluation import Evaluation, evaluations, place_of, read_evaluation, write_on_card
 from litgpt_demo.metrics import Row
-from litgpt_demo.runs import EVALUATIONS, HUGGINGFACE
+from litgpt_demo.runs import EVALUATIONS, FINAL, HUGGINGFACE
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
@@ -61,9 +61,10 @@ async def evaluate(run: str, evaluation: EvaluationConfig) -> FinalManifest:
 
 
 def _publish_scores(run: Storage) -> FinalManifest:
-    """Write all scores on the model's card and in its statements; return the model's manifest."""
+    """Write all scores on the model's card, and in its statements if it has any; return the model's manifest."""
     final = write_on_card(run, _model_of(run))
-    write_statements(run)
+    if run.exists(f"{FINAL}/{PROVENANCE}"):  # else the end of the run writes them
+        write_statements(run)
     return final
 
 

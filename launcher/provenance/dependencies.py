@@ -118,7 +118,7 @@ def _datasets(address: str) -> Iterator[dict[str, Any]]:
 
 def _weights(origin: InitialWeights) -> Iterator[dict[str, Any]]:
     folder = "/".join(origin.address.split("/")[-4:] if origin.kind == "checkpoint" else origin.address.split("/")[-2:])
-    about = {"kind": origin.kind, "from": origin.name, "contentHash": origin.content_hash}
+    about: dict[str, Any] = {"kind": origin.kind, "from": origin.name, "contentHash": origin.content_hash}
     if origin.kind == "checkpoint":
         storage = open_storage(origin.address)
         with suppress(DataError):
@@ -126,7 +126,8 @@ def _weights(origin: InitialWeights) -> Iterator[dict[str, Any]]:
             if manifest is not None:
                 seen = [order._asdict() for order in manifest.trained_on]
                 about |= {"run": manifest.run, "step": manifest.step, "tokens": manifest.tokens, "trainedOn": seen}
-                about |= {} if manifest.link is None else {"link": manifest.link.model_dump()}
+                if manifest.link is not None:
+                    about["link"] = manifest.link.model_dump()
                 uri, digest = uri_of(storage.address(MANIFEST)), digest_of(storage, MANIFEST)
                 yield descriptor(f"{folder}/{MANIFEST}", uri=uri, digest=digest, annotations=about)
     for name, (_, checksum) in sorted(origin.files.items()):

@@ -283,9 +283,9 @@ def _tests_of_evaluation(run: Storage, final: FinalManifest) -> list[dict[str, A
         for score in scored.scores:
             figures = score.model_dump(mode="json", exclude={"task", "metric"})
             tests.append(_test(f"{score.task} {score.metric}", "PASSED", evaluation=path, **figures))
-    wanted = read_document(run).run.get("evaluation")
-    if isinstance(wanted, dict) and isinstance(wanted.get("tasks"), list) and not final.average:
-        missing = [str(task) for task in wanted["tasks"] if task not in tasks]
+    settings: Any = read_document(run).run.get("evaluation")
+    if settings and not final.average:
+        missing = [task for task in settings["tasks"] if task not in tasks]
         tests += [_test(task, "WARNED", why="the config asks for it, but it has no scores") for task in missing]
     return tests
 
