@@ -25,6 +25,7 @@ from launcher.provenance.dependencies import (
     files_of,
     recorded_digest,
 )
+from launcher.provenance.metadata import CROISSANT, MODEL_BILL, croissant_of, model_bill_of
 from launcher.runs.index import AttemptDiagnosis
 from launcher.runs.run import trained_seconds
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest
@@ -61,14 +62,18 @@ _MACHINES = ("machine", "nodes", "processes_per_node")
 
 
 def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]:
-    """Write both statements beside the model of `place`, and return their records, with paths below the run's folder.
+    """Write both statements beside the model of `place`, with the metadata that they name: the bill of the model, and
+    the datasets in Croissant. Return their records, with paths below the run's folder.
 
     A file that has these bytes already is not touched. A UserError if there is no model.
     """
-    return tuple(
-        _write(run, f"{place}/{name}", statement)
-        for name, statement in ((TEST_RESULT, test_result_of(run, place)), (PROVENANCE, provenance_of(run, place)))
-    )
+    final = _final_of(run, place)
+    documents = {MODEL_BILL: model_bill_of(run, final), CROISSANT: croissant_of(run)}
+    written = [_write(run, f"{place}/{name}", content) for name, content in documents.items() if content is not None]
+    # Last, because it has the digests of the others.
+    for name, make in ((TEST_RESULT, test_result_of), (PROVENANCE, provenance_of)):
+        written.append(_write(run, f"{place}/{name}", make(run, place)))
+    return tuple(written)
 
 
 def _write(run: Storage, path: str, document: Mapping[str, Any]) -> FileRecord:
@@ -109,7 +114,7 @@ def provenance_of(run: Storage, place: str = FINAL) -> dict[str, Any]:
         "runDetails": {
             "builder": {"id": BUILDER, "version": {OURS: litgpt_demo.__version__}},
             "metadata": metadata,
-            "byproducts": _byproducts(run, final, rows),
+            "byproducts": _byproducts(run, place, final, rows),
         },
     }
     return _statement(run, place, final, PROVENANCE_TYPE, predicate)
@@ -224,9 +229,9 @@ def _skipped(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [_known({name: row.get(name) for name in ("step", "why", "windows")}) for _, row in sorted(skips.items())]
 
 
-def _byproducts(run: Storage, final: FinalManifest, rows: Iterable[Row]) -> list[dict[str, Any]]:
+def _byproducts(run: Storage, place: str, final: FinalManifest, rows: Iterable[Row]) -> list[dict[str, Any]]:
     found = []
-    for name in (METRICS, REPORT, SBOM):
+    for name in (METRICS, REPORT, SBOM, *(f"{place}/{name}" for name in (MODEL_BILL, CROISSANT, TEST_RESULT))):
         with suppress(FileNotFoundError):
             found.append(descriptor(name, digest=digest_of(run, name)))
     if final.chain is not None:

@@ -207,7 +207,7 @@ def test_continued_model_states_its_ancestors(new_run: NewRun, finished: Path) -
 def test_same_files_give_the_same_bytes(run: Storage) -> None:
     first = write_statements(run)
     written = [Path(run.address(record.path)).stat().st_mtime_ns for record in first]
-    assert [record.path for record in first] == [f"final/{TEST_RESULT}", f"final/{PROVENANCE}"]
+    assert [record.path for record in first[-2:]] == [f"final/{TEST_RESULT}", f"final/{PROVENANCE}"]
     assert write_statements(run) == first
     assert [Path(run.address(record.path)).stat().st_mtime_ns for record in first] == written, "nor are they touched"
     copy = open_storage(str(shutil.copytree(run.address(), f"{run.address()}-copy")))
