@@ -11,6 +11,7 @@ import pytest
 from training_runs import NewRun, train
 
 from launcher.provenance import statements
+from launcher.provenance.dependencies import dependencies_of
 from launcher.provenance.statements import PROVENANCE, TEST_RESULT, write_statements
 from litgpt_demo.config import EvaluationConfig
 from litgpt_demo.documents import FileRecord, write_manifest
@@ -140,6 +141,15 @@ def test_dependencies_are_dataset_tokenizer_and_software(run: Storage, tiny_data
         assert found[f"datasets/{tiny_dataset.name}/{name}"]["digest"] == {"sha256": sha256(content).hexdigest()}
     assert found["image r.test/litgpt"]["digest"] == {"sha256": "1" * 64}
     assert found["source train-litgpt"]["digest"] == {"gitCommit": "70af7e1"}
+
+
+def test_dependencies_have_every_file_of_a_mixture(new_run: NewRun, mixed: tuple[dict[str, Any], Path]) -> None:
+    """The manifest of the mixture, and the files of both of its sources."""
+    folder, dataset = new_run("mixed", dataset=mixed[1]), mixed[1]
+    found = named(list(dependencies_of(open_storage(str(folder)))))
+    files = {f"datasets/{path.relative_to(dataset.parent)}" for path in dataset.parent.rglob("*") if path.is_file()}
+    assert {name for name in found if name.startswith("datasets/")} == {file for file in files if "/." not in file}
+    assert len({name.split("/")[1] for name in found if name.endswith("/train.bin")}) == 2
 
 
 def test_byproducts_are_metrics_and_the_end_of_the_chain(run: Storage) -> None:
