@@ -333,7 +333,9 @@ def collect(
             from litgpt_demo.export.models import export as collect_models
 
             final = collect_models(storage, step=step, newest=newest, average=average)
-        place = FINAL_AVERAGE if average else FINAL
+        place = FINAL
+        if average:
+            place = FINAL_AVERAGE
         write_statements(storage, place)
         address = storage.address(place)
         finals.append({"final": address, **dict(final)})

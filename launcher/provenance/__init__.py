@@ -1,1 +1,1 @@
-"""What a finished run states about itself, for others to check: provenance, results, bill, data and summary."""
+"""Documents of a finished run that others can check: provenance, test results, bill, metadata of data, summary."""

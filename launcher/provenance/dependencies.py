@@ -1,6 +1,6 @@
-"""What a run was made from, as resource descriptors of in-toto: datasets, tokenizers, initial weights and software.
+"""The dependencies of a run, as resource descriptors of in-toto: datasets, tokenizers, initial weights and software.
 
-Digests come from the manifests that were written with the files. What is unknown is left out.
+Digests come from the manifests that were written with the files. Unknown facts are left out.
 https://github.com/in-toto/attestation/blob/main/spec/v1/resource_descriptor.md
 """
 
@@ -32,7 +32,9 @@ def descriptor(name: str, **fields: Any) -> dict[str, Any]:
 
 def uri_of(address: str) -> str:
     """Return the URI of an address: `gs://…` or `file:///…`."""
-    return address if is_remote(address) else Path(address).absolute().as_uri()
+    if is_remote(address):
+        return address
+    return Path(address).absolute().as_uri()
 
 
 def digest_of(storage: Storage, path: str) -> dict[str, str]:
@@ -60,10 +62,9 @@ def generations(run: Storage) -> Iterator[tuple[Storage, RunDocument]]:
         seen.add(run.address())
         yield run, document
         origin = document.training.origin
-        parent = "" if origin is None else origin.address.rpartition("/checkpoints/")[0]
-        if not parent:
+        if origin is None or origin.kind != "checkpoint":
             return
-        run = open_storage(parent)
+        run = open_storage(origin.address.rpartition("/checkpoints/")[0])
         try:
             document = read_document(run)
         except DataError:
@@ -101,8 +102,8 @@ def files_of(storage: Storage, manifest: DatasetManifest) -> Iterator[tuple[Stor
     splits = storage
     if manifest.external_root is not None:
         splits = open_storage(manifest.external_root)
-    for record in manifest.files:
-        yield (storage if record in manifest.tokenizer else splits), record
+    yield from ((splits, record) for record in manifest.train.files + manifest.validation.files)
+    yield from ((storage, record) for record in manifest.tokenizer)
 
 
 def _datasets(address: str) -> Iterator[dict[str, Any]]:
@@ -117,7 +118,8 @@ def _datasets(address: str) -> Iterator[dict[str, Any]]:
 
 
 def _weights(origin: InitialWeights) -> Iterator[dict[str, Any]]:
-    folder = "/".join(origin.address.split("/")[-4:] if origin.kind == "checkpoint" else origin.address.split("/")[-2:])
+    parts = {"checkpoint": 4}.get(origin.kind, 2)  # of runs/<run>/checkpoints/<step> and weights/<hash>
+    folder = "/".join(origin.address.split("/")[-parts:])
     about: dict[str, Any] = {"kind": origin.kind, "from": origin.name, "contentHash": origin.content_hash}
     if origin.kind == "checkpoint":
         storage = open_storage(origin.address)
@@ -160,8 +162,8 @@ def _parts_of(software: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
         algorithm, _, value = digest.partition(":")
         yield descriptor(f"image {name}", digest={algorithm: value})
     for name, version in sorted((software.get("packages") or {}).items()):
-        kind = "generic" if name == "python" else "pypi"
+        kind = {"python": "generic"}.get(name, "pypi")
         yield descriptor(f"package {name}", uri=PackageURL(kind, None, name, version).to_string())
     if software.get("commit"):
-        dirty = {"uncommittedChanges": True} if software.get("dirty") else {}
-        yield descriptor(f"source {OURS}", digest={"gitCommit": software["commit"]}, annotations=dirty)
+        about = {"uncommittedChanges": bool(software.get("dirty"))}
+        yield descriptor(f"source {OURS}", digest={"gitCommit": software["commit"]}, annotations=about)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import suppress
+from pathlib import PurePosixPath
 from typing import Any
 
 from launcher.images.identity import SBOM
@@ -18,6 +19,7 @@ MODEL_BILL = "model.cdx.json"
 CROISSANT = "croissant.json"
 
 _WEIGHTS = (".pth", ".safetensors")
+_MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain"}
 _TERMS = (
     "arrayShape citeAs column containedIn equivalentProperty extract field fileProperty fileObject fileSet format "
     "includes isArray isLiveDataset jsonPath key md5 parentField path recordSet references regex repeated replace "
@@ -49,8 +51,9 @@ def model_bill_of(run: Storage, final: FinalManifest) -> dict[str, Any]:
 
 
 def _model(final: FinalManifest, spec: TrainingSpec, datasets: list[str]) -> dict[str, Any]:
-    proof, name, reference = final.huggingface, spec.model.name, f"model:{final.run}"
-    architecture = proof.architecture if proof else name
+    reference, architecture = f"model:{final.run}", spec.model.name
+    if final.huggingface is not None:
+        architecture = final.huggingface.architecture
     parameters: dict[str, Any] = {
         "approach": {"type": "self-supervised"},
         "task": "text-generation",
@@ -98,7 +101,7 @@ def croissant_of(run: Storage) -> dict[str, Any] | None:
             "name": f"{storage.address().rpartition('/')[2]}/{record.path}",
             "contentUrl": uri_of(place.address(record.path)),
             "contentSize": f"{record.size} B",
-            "encodingFormat": "application/json" if record.path.endswith(".json") else "application/octet-stream",
+            "encodingFormat": _MEDIA_TYPES.get(PurePosixPath(record.path).suffix, "application/octet-stream"),
             **recorded_digest(place, record),
         }
         for storage, manifest in datasets

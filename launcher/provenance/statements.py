@@ -62,7 +62,7 @@ _MACHINES = ("machine", "nodes", "processes_per_node")
 
 
 def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]:
-    """Write both statements beside the model of `place`, with the metadata that they name: the bill of the model, and
+    """Write both statements next to the model of `place`, with the metadata that they name: the bill of the model, and
     the datasets in Croissant. Return their records, with paths below the run's folder.
 
     A file that has these bytes already is not touched. A UserError if there is no model.
@@ -120,7 +120,7 @@ def provenance_of(run: Storage, place: str = FINAL) -> dict[str, Any]:
     return _statement(run, place, final, PROVENANCE_TYPE, predicate)
 
 
-def test_result_of(run: Storage, place: str = FINAL) -> dict[str, Any]:  # noqa: PT028 - it is no test of pytest
+def test_result_of(run: Storage, place: str = FINAL) -> dict[str, Any]:  # noqa: PT028 - not a test of pytest
     """Return the results of collection and evaluations of the model of `place`: a statement with the predicate test
     result v0.1."""
     final = _final_of(run, place)
@@ -182,9 +182,10 @@ def _attempt(attempt: Storage, number: int, starts: Sequence[Row]) -> dict[str, 
     fields: dict[str, Any] = {"attempt": number}
     with suppress(DataError):
         document = read_document(attempt)
-        section = document.run.get("platform")
-        platform = section if isinstance(section, dict) else {}
         fields["worldSize"] = document.training.world_size
+        section = document.run.get("platform")
+        if isinstance(section, dict):
+            platform = section
     fields |= {"platform": platform.get("kind"), **{name: platform.get(name) for name in _MACHINES}}
     if starts:
         fields |= {"worldSize": starts[-1].get("world_size"), "resumedFromStep": starts[0]["step"]}
@@ -248,7 +249,9 @@ def _test(name: str, outcome: str, **figures: Any) -> dict[str, Any]:
 
 def _tests_of_collection(final: FinalManifest) -> list[dict[str, Any]]:
     def logits(name: str, difference: float, **figures: Any) -> dict[str, Any]:
-        outcome = "PASSED" if difference <= final.logits_tolerance else "FAILED"
+        outcome = "FAILED"
+        if difference <= final.logits_tolerance:  # false for NaN
+            outcome = "PASSED"
         return _test(name, outcome, difference=difference, tolerance=final.logits_tolerance, **figures)
 
     tests = [
@@ -291,7 +294,7 @@ def _tests_of_evaluation(run: Storage, final: FinalManifest) -> list[dict[str, A
     settings: Any = read_document(run).run.get("evaluation")
     if settings and not final.average:
         missing = [task for task in settings["tasks"] if task not in tasks]
-        tests += [_test(task, "WARNED", why="the config asks for it, but it has no scores") for task in missing]
+        tests += [_test(task, "WARNED", why="a task of the config without scores") for task in missing]
     return tests
 
 

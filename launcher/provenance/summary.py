@@ -1,4 +1,4 @@
-"""The public summary of a model's training content, which Article 53(1)(d) of the EU AI Act asks of its provider.
+"""The public summary of a model's training content, which Article 53(1)(d) of the EU AI Act requires.
 
 The sections are those of the template of the AI Office of 24 July 2025. Facts come from the manifests of the run and of
 the runs whose weights it continues. Fields that only a person can fill in are marked.
@@ -34,17 +34,16 @@ class _Source:
     @property
     def repository(self) -> str:
         """The repository of the Hugging Face Hub; empty for other sources."""
-        if self.corpus.get("kind") == "openwebtext":
-            return "Skylion007/openwebtext"
-        return str(self.corpus["name"]) if self.corpus.get("kind") == "hub" else ""
+        names = {"hub": self.corpus.get("name"), "openwebtext": "Skylion007/openwebtext"}
+        return names.get(self.corpus.get("kind", "")) or ""
 
     @property
     def row(self) -> str:
         manifest = self.manifest
         place = self.repository or ", ".join(map(str, self.corpus.get("paths", ()))) or self.corpus.get("path", "")
-        kind = self.corpus.get("kind", "unknown")
-        sizes = f"{manifest.documents:,} | {manifest.tokens:,} | {manifest.text_bytes or 'unknown'}"
-        return f"| {manifest.name} | {kind} {place} | {sizes} | `{manifest.content_hash}` | {self.run} |"
+        corpus = f"{self.corpus.get('kind', 'unknown')} {place}".strip()
+        sizes = f"{manifest.documents:,} | {manifest.tokens:,} | {manifest.text_bytes:,}"
+        return f"| {manifest.name} | {corpus} | {sizes} | `{manifest.content_hash}` | {self.run} |"
 
 
 def _todo(what: str) -> str:
@@ -80,6 +79,9 @@ def _general(
     weights = [f"{origin.name} (`{origin.content_hash}`)" for origin in origins if origin is not None]
     tokens = sum({source.manifest.content_hash: source.manifest.train.tokens for source in sources}.values())
     size = next((text for limit, text in _SIZES if tokens < limit), _LARGEST)
+    version, seen = spec.run, "unknown, the run has no model yet"
+    if final is not None:
+        version, seen = f"{spec.run}, step {final.step:,}", f"{final.tokens:,}"
     yield from (
         "# Public summary of training content",
         "",
@@ -94,7 +96,7 @@ def _general(
         "",
         "### 1.2 Model identification",
         "",
-        f"- Versioned model name: {spec.run}" + (f", step {final.step:,}" if final else ""),
+        f"- Versioned model name: {version}",
         f"- Model dependencies: {', then '.join(weights) or 'none, its weights were random at first'}",
         f"- Date of placement on the Union market: {_todo('date')}",
         "",
@@ -102,7 +104,7 @@ def _general(
         "",
         "- Modality: text",
         f"- Training data size: {size} ({tokens:,} tokens in the training splits)",
-        f"- Tokens seen in training: {final.tokens:,}" if final else "- Tokens seen in training: not known yet",
+        f"- Tokens seen in training: {seen}",
         f"- Types of content: {_todo('for example fiction, scientific text, press, source code')}",
         f"- Latest date of acquisition: {_todo('month and year; whether the model is trained on new data later')}",
         f"- Languages and other characteristics: {_todo('languages, regions, groups of people')}",

@@ -66,7 +66,9 @@ def test_summary_is_printed_or_written(
     cli: Cli, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    said = cli("summary", str(finished), *options)
-    assert said.code == 0
-    text = Path("summary.md").read_text() if options else said.out
+    answer = cli("summary", str(finished), *options)
+    assert answer.code == 0
+    text = answer.out
+    if options:
+        text = Path("summary.md").read_text()
     assert "## 1. General information" in text
