@@ -177,8 +177,12 @@ def test_scores_go_on_the_card_of_the_newest_manifest(run: Storage, monkeypatch:
 
     for name, value in {"_evaluated": score, "acreate_table_artifact": show, "check_evaluation": lambda _: ()}.items():
         monkeypatch.setattr(f"tasks.evaluation.{name}", value)
+    run.within("final").write("provenance.intoto.json", b"of the model without scores")
+    stated = list[FinalManifest | None]()
+    monkeypatch.setattr("tasks.evaluation.write_statements", lambda run: stated.append(exported(run)))
     asyncio.run(evaluate.fn(run.address(), ASKED))
     made = exported(run)
+    assert stated == [made], "the statements are about the new card"
     assert made is not None
     assert made.tokens == 2
     [record] = made.files

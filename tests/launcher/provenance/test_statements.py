@@ -200,8 +200,11 @@ def test_all_software_of_a_run_is_told(run: Storage) -> None:
     assert images == ["1", "2"]
 
 
-def test_continued_model_states_its_ancestors(new_run: NewRun, finished: Path) -> None:
-    """Weights of a run, with its chain and samples, and the data of that run."""
+def test_continued_model_states_its_ancestors(new_run: NewRun, finished_copy: Path) -> None:
+    """Weights of a run, with its chain and samples, and the software and data of that run."""
+    finished, document = finished_copy, json.loads((finished_copy / "config.json").read_text())
+    software = {"commit": "70af7e1", "dirty": False, "image": None, "packages": {}}
+    (finished / "config.json").write_text(json.dumps(document | {"software": software}))
     origin = find_initial_weights(str(finished), optimizer=False, root="none")
     folder = new_run("child", origin=origin, max_steps=2, warmup_steps=0)
     train(folder)
@@ -212,6 +215,8 @@ def test_continued_model_states_its_ancestors(new_run: NewRun, finished: Path) -
     assert weights["annotations"]["link"]["chain"] == parent.link.chain
     assert (weights["annotations"]["run"], weights["annotations"]["step"]) == ("finished", 12)
     assert weights["annotations"]["trainedOn"][0]["samples"] == 12 * 8
+    commit = found["source train-litgpt"]
+    assert (commit["digest"], commit["annotations"]["run"]) == ({"gitCommit": "70af7e1"}, "finished")
     manifest = (finished / "checkpoints/step-00000012/manifest.json").read_bytes()
     assert weights["digest"] == {"sha256": sha256(manifest).hexdigest()}
 
