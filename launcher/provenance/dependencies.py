@@ -16,7 +16,7 @@ from launcher.images.identity import OURS
 from litgpt_demo.config import InitialWeights
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest
-from litgpt_demo.errors import DataError
+from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.runs import ATTEMPTS, RunDocument, read_document
 from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
 from litgpt_demo.training.checkpoints import CheckpointManifest
@@ -67,7 +67,7 @@ def generations(run: Storage) -> Iterator[tuple[Storage, RunDocument]]:
         run = open_storage(origin.address.rpartition("/checkpoints/")[0])
         try:
             document = read_document(run)
-        except DataError:
+        except TrainLitgptError:  # of a run before this one, which may be out of reach by now
             return
 
 
@@ -76,9 +76,12 @@ def dependencies_of(run: Storage) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for each, document in generations(run):
         spec = document.training
-        resources = [*_datasets(spec.dataset), *_software(each, document)]
-        if spec.origin is not None:
-            resources += _weights(spec.origin)
+        try:
+            resources = [*_datasets(spec.dataset), *_software(each, document), *_weights(spec.origin)]
+        except TrainLitgptError:
+            if each == run:
+                raise
+            continue
         for resource in resources:
             if each != run:
                 resource["annotations"] = {"run": spec.run, **resource.get("annotations", {})}
@@ -117,13 +120,15 @@ def _datasets(address: str) -> Iterator[dict[str, Any]]:
             yield descriptor(f"{folder}/{record.path}", uri=uri, digest=digest)
 
 
-def _weights(origin: InitialWeights) -> Iterator[dict[str, Any]]:
+def _weights(origin: InitialWeights | None) -> Iterator[dict[str, Any]]:
+    if origin is None:
+        return
     parts = {"checkpoint": 4}.get(origin.kind, 2)  # of runs/<run>/checkpoints/<step> and weights/<hash>
     folder = "/".join(origin.address.split("/")[-parts:])
     about: dict[str, Any] = {"kind": origin.kind, "from": origin.name, "contentHash": origin.content_hash}
     if origin.kind == "checkpoint":
         storage = open_storage(origin.address)
-        with suppress(DataError):
+        with suppress(TrainLitgptError):
             manifest = read_manifest(storage, CheckpointManifest)
             if manifest is not None:
                 seen = [order._asdict() for order in manifest.trained_on]
@@ -158,9 +163,11 @@ def _parts_of(software: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
     from packageurl import PackageURL
 
     if software.get("image"):
-        name, _, digest = software["image"].rpartition("@")
-        algorithm, _, value = digest.partition(":")
-        yield descriptor(f"image {name}", digest={algorithm: value})
+        name, _, digest = software["image"].partition("@sha256:")
+        image = descriptor(f"image {name}", uri=f"docker://{software['image']}")
+        if digest:  # a reference may have a tag instead
+            image["digest"] = {"sha256": digest}
+        yield image
     for name, version in sorted((software.get("packages") or {}).items()):
         kind = {"python": "generic"}.get(name, "pypi")
         yield descriptor(f"package {name}", uri=PackageURL(kind, None, name, version).to_string())

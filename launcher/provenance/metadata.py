@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from contextlib import suppress
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher.images.identity import SBOM
@@ -20,12 +20,8 @@ CROISSANT = "croissant.json"
 
 _WEIGHTS = (".pth", ".safetensors")
 _MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain"}
-_TERMS = (
-    "arrayShape citeAs column containedIn equivalentProperty extract field fileProperty fileObject fileSet format "
-    "includes isArray isLiveDataset jsonPath key md5 parentField path recordSet references regex repeated replace "
-    "samplingRate separator source subField transform"
-)
-"""The terms of Croissant 1.1 that mean the same under their own names; readers expect all of them in a context."""
+_CONTEXT = "croissant-context.json"
+"""The context of Croissant 1.1 that its readers expect, also with the terms that are not used here."""
 
 
 def model_bill_of(run: Storage, final: FinalManifest) -> dict[str, Any]:
@@ -108,16 +104,8 @@ def croissant_of(run: Storage) -> dict[str, Any] | None:
         for place, record in files_of(storage, manifest)
     ]
     storage, manifest = datasets[0]
-    context: dict[str, Any] = {term: f"cr:{term}" for term in _TERMS.split()}
-    context |= {
-        "@language": "en", "@vocab": "https://schema.org/", "sc": "https://schema.org/", "conformsTo": "dct:conformsTo",
-        "cr": "http://mlcommons.org/croissant/", "dct": "http://purl.org/dc/terms/",
-        "rai": "http://mlcommons.org/croissant/RAI/", "data": {"@id": "cr:data", "@type": "@json"},
-        "dataType": {"@id": "cr:dataType", "@type": "@vocab"}, "examples": {"@id": "cr:examples", "@type": "@json"},
-        "name": {"@container": "@language"}, "description": {"@container": "@language"},
-    }  # fmt: skip
     return {
-        "@context": context,
+        "@context": json.loads(Path(__file__).with_name("templates").joinpath(_CONTEXT).read_text("utf-8")),
         "@type": "sc:Dataset",
         "conformsTo": "http://mlcommons.org/croissant/1.1",
         "name": manifest.name,

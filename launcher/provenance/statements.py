@@ -29,14 +29,13 @@ from launcher.provenance.metadata import CROISSANT, MODEL_BILL, croissant_of, mo
 from launcher.runs.index import AttemptDiagnosis
 from launcher.runs.run import trained_seconds
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest
-from litgpt_demo.errors import DataError, UserError
+from litgpt_demo.errors import DataError, TooLarge, UserError
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.evaluation import Evaluation, read_evaluation
+from litgpt_demo.export.evaluation import Evaluation, evaluations_by_path
 from litgpt_demo.metrics import Row
 from litgpt_demo.runs import (
     ATTEMPTS,
     CONFIG,
-    EVALUATIONS,
     FINAL,
     METRICS,
     REPORT,
@@ -77,7 +76,8 @@ def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]
 
 
 def _write(run: Storage, path: str, document: Mapping[str, Any]) -> FileRecord:
-    content = (json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    finite = json.loads(json.dumps(document), parse_constant=str)  # JSON has no NaN: "NaN"
+    content = (json.dumps(finite, indent=1, sort_keys=True) + "\n").encode()
     with suppress(FileNotFoundError):
         if run.read(path) == content:
             return FileRecord.of(run.stat(path), sha256=digest_of(run, path)["sha256"])
@@ -233,7 +233,7 @@ def _skipped(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def _byproducts(run: Storage, place: str, final: FinalManifest, rows: Iterable[Row]) -> list[dict[str, Any]]:
     found = []
     for name in (METRICS, REPORT, SBOM, *(f"{place}/{name}" for name in (MODEL_BILL, CROISSANT, TEST_RESULT))):
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, TooLarge):
             found.append(descriptor(name, digest=digest_of(run, name)))
     if final.chain is not None:
         columns = ("previous_chain", "weights_sha256", "batches_sha256")
@@ -275,18 +275,17 @@ def _tests_of_collection(final: FinalManifest) -> list[dict[str, Any]]:
     return tests
 
 
-def _scored(run: Storage, final: FinalManifest) -> list[tuple[str, Evaluation]]:
-    """Return the evaluations of the model, each with its path in the run's folder."""
-    if final.average:  # a run's last weights are evaluated
-        return []
-    found = [(path, read_evaluation(run, path)) for path in run.list(EVALUATIONS) if path.endswith(".json")]
-    return [(path, scored) for path, scored in found if scored is not None and scored.step == final.step]
+def _scored(run: Storage, final: FinalManifest) -> dict[str, Evaluation]:
+    """Return the evaluations of the model by their paths; of a moving average none, because it is not evaluated."""
+    if final.average:
+        return {}
+    return evaluations_by_path(run, final.step)
 
 
 def _tests_of_evaluation(run: Storage, final: FinalManifest) -> list[dict[str, Any]]:
     """Return each score; and a warning for each task of the config that has none."""
     tests, tasks = [], set[str]()
-    for path, scored in _scored(run, final):
+    for path, scored in _scored(run, final).items():
         tasks |= {*scored.settings.tasks}
         for score in scored.scores:
             figures = score.model_dump(mode="json", exclude={"task", "metric"})
@@ -308,6 +307,6 @@ def _configuration(run: Storage, final: FinalManifest) -> list[dict[str, Any]]:
             for place, record in files_of(storage, manifest)
             if record in manifest.validation.files
         ]
-    for path, scored in _scored(run, final):
+    for path, scored in _scored(run, final).items():
         found.append(descriptor(path, digest=digest_of(run, path), annotations={"versions": scored.versions}))
     return found

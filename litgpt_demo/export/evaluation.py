@@ -112,10 +112,15 @@ def found_scores(run: Storage, final: FinalManifest, settings: EvaluationConfig 
 
 def evaluations(run: Storage, step: int | None = None) -> list[Evaluation]:
     """Return all scores of the model at this step, or at any step, oldest first."""
+    return list(evaluations_by_path(run, step).values())
+
+
+def evaluations_by_path(run: Storage, step: int | None = None) -> dict[str, Evaluation]:
+    """Return the same, each by its path in the run's folder."""
     paths = [path for path in run.list(EVALUATIONS) if _RESULT.fullmatch(path)]
-    found = [read_evaluation(run, path) for path in paths]
-    chosen = [scored for scored in found if scored is not None and step in (None, scored.step)]
-    return sorted(chosen, key=lambda scored: scored.step)
+    found = [(path, read_evaluation(run, path)) for path in paths]
+    chosen = [(path, scored) for path, scored in found if scored is not None and step in (None, scored.step)]
+    return dict(sorted(chosen, key=lambda entry: entry[1].step))
 
 
 def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:

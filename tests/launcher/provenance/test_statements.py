@@ -148,7 +148,7 @@ def test_dependencies_are_dataset_tokenizer_and_software(run: Storage, tiny_data
 def test_dependencies_have_every_file_of_a_mixture(new_run: NewRun, mixed: tuple[dict[str, Any], Path]) -> None:
     """The manifest of the mixture, and the files of both of its sources."""
     folder, dataset = new_run("mixed", dataset=mixed[1]), mixed[1]
-    found = named(list(dependencies_of(open_storage(str(folder)))))
+    found = named(dependencies_of(open_storage(str(folder))))
     files = {f"datasets/{path.relative_to(dataset.parent)}" for path in dataset.parent.rglob("*") if path.is_file()}
     assert {name for name in found if name.startswith("datasets/")} == {file for file in files if "/." not in file}
     assert len({name.split("/")[1] for name in found if name.endswith("/train.bin")}) == 2
@@ -277,6 +277,7 @@ def test_scores_are_results_with_their_evaluation(run: Storage) -> None:
     for step, name in ((12, "0123456789"), (4, "of-a-checkpoint")):
         scored = Evaluation(step=step, settings=settings, scores=(score,), versions={"lm_eval": "0.4.13"})
         run.write(f"evaluations/{name}.json", scored.model_dump_json().encode())
+    run.write("evaluations/lease/1.json", b"{}")
     predicate = statements.test_result_of(run)["predicate"]
     assert "hellaswag acc" in predicate["passedTests"]
     assert (predicate["result"], predicate["warnedTests"]) == ("WARNED", ["arc_easy"])
@@ -284,6 +285,29 @@ def test_scores_are_results_with_their_evaluation(run: Storage) -> None:
     content = run.read("evaluations/0123456789.json")
     assert found["evaluations/0123456789.json"]["digest"] == {"sha256": sha256(content).hexdigest()}
     assert "evaluations/of-a-checkpoint.json" not in found
+
+
+def test_figures_that_are_not_finite_are_text(run: Storage) -> None:
+    """A node can write any figure, and JSON has no NaN."""
+    with Path(run.address("metrics.jsonl")).open("a") as metrics:
+        metrics.write('{"kind": "step", "step": 12, "step_seconds": "NaN"}\n')
+    write_statements(run)
+    statement = json.loads(run.read(f"final/{PROVENANCE}"))
+    assert statement["predicate"]["buildDefinition"]["internalParameters"]["seconds"] == "NaN"
+
+
+def test_ancestor_that_is_gone_leaves_its_weights(new_run: NewRun, finished_copy: Path) -> None:
+    """Their checksums are in the run's own config."""
+    origin = find_initial_weights(str(finished_copy), optimizer=False, root="none")
+    folder = new_run("child", origin=origin)
+    shutil.rmtree(finished_copy)
+    found = {
+        name.rpartition("/")[2]: resource
+        for name, resource in named(dependencies_of(open_storage(str(folder)))).items()
+    }
+    assert origin is not None
+    name, (_, checksum) = next(iter(origin.files.items()))
+    assert found[name]["digest"] == {"crc32c": checksum}
 
 
 def test_run_without_a_model_has_no_statement(finished_copy: Path) -> None:
