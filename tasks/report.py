@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Self
@@ -299,8 +299,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
     storage, made = run.storage, _report_of(run, dataset, identity, final)
     models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
-    def with_report(stored: ObjectInfo) -> RunManifest:
-        statements = write_statements(storage)  # with the digest of the stored report
+    def manifest_with(page: ObjectInfo, statements: Sequence[FileRecord]) -> RunManifest:
         return RunManifest(
             run=run.name,
             run_id=run.id,
@@ -312,12 +311,15 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             validation_loss=final.validation_loss,
             origin=run.origin,
             attempts=made.attempts,
-            files=(*models, *statements, FileRecord.of(stored)),
+            files=(*models, *statements, FileRecord.of(page)),
         )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
         manifest = read_manifest(storage, RunManifest)
-        if manifest is not None and manifest.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
-            return made
-    write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
+        if manifest is not None:
+            expected = manifest_with(storage.stat(REPORT), write_statements(storage))
+            if manifest.model_dump_json() == expected.model_dump_json():
+                return made
+    page = storage.write(REPORT, report.html(made).encode())
+    write_manifest(storage, manifest_with(page, write_statements(storage)))  # statements have the page's digest
     return made

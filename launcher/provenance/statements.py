@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -78,10 +79,11 @@ def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]
 def _write(run: Storage, path: str, document: Mapping[str, Any]) -> FileRecord:
     finite = json.loads(json.dumps(document), parse_constant=str)  # JSON has no NaN: "NaN"
     content = (json.dumps(finite, indent=1, sort_keys=True) + "\n").encode()
+    digest = sha256(content).hexdigest()
     with suppress(FileNotFoundError):
         if run.read(path) == content:
-            return FileRecord.of(run.stat(path), sha256=digest_of(run, path)["sha256"])
-    return FileRecord.of(run.write(path, content), sha256=digest_of(run, path)["sha256"])
+            return FileRecord.of(run.stat(path), sha256=digest)
+    return FileRecord.of(run.write(path, content), sha256=digest)
 
 
 def provenance_of(run: Storage, place: str = FINAL) -> dict[str, Any]:

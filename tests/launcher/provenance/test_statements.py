@@ -231,6 +231,15 @@ def test_same_files_give_the_same_bytes(run: Storage) -> None:
     assert [record.sha256 for record in write_statements(copy)] == [record.sha256 for record in first]
 
 
+def test_moving_average_has_statements_of_its_own(run: Storage) -> None:
+    shutil.copytree(run.address("final"), run.address("final-average"))
+    paths = [record.path for record in write_statements(run, "final-average")]
+    assert f"final-average/{PROVENANCE}" in paths
+    assert not run.exists(f"final/{PROVENANCE}")
+    made = statements.provenance_of(run, "final-average")["predicate"]["runDetails"]["byproducts"]
+    assert f"final-average/{TEST_RESULT}" in named(made)
+
+
 def test_results_have_every_proof_of_the_collection(run: Storage) -> None:
     statement = statements.test_result_of(run)
     require_statement(statement)
