@@ -46,6 +46,8 @@ from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
+from launcher.provenance.statements import write_statements
+from launcher.provenance.summary import summary_of
 from launcher.replay import plan_replay, replay_here
 from launcher.reports import replays
 from launcher.runs import waiting
@@ -71,6 +73,7 @@ from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.proxies import settle_proxies
 from litgpt_demo.runs import FINAL, FINAL_AVERAGE, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import Storage, is_remote, open_storage
+from litgpt_demo.storage.local import translate_os_errors
 
 T = TypeVar("T")
 
@@ -332,13 +335,15 @@ def collect(
             from litgpt_demo.export.models import export as collect_models
 
             final = collect_models(storage, step=step, newest=newest, average=average)
-        place = storage.address(FINAL)
+        place = FINAL
         if average:
-            place = storage.address(FINAL_AVERAGE)
-        finals.append({"final": place, **dict(final)})
+            place = FINAL_AVERAGE
+        write_statements(storage, place)
+        address = storage.address(place)
+        finals.append({"final": address, **dict(final)})
         for line in summary_lines(final):
             _say(escape(line))
-        _say(f"[green]✓[/] {escape(place)}")
+        _say(f"[green]✓[/] {escape(address)}")
     _print_json(finals)
 
 
@@ -651,6 +656,22 @@ def verify(
     size = bytes_text(sum(file.size for file in manifest.files))
     facts = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens, all as in the manifest"
     _say(f"[green]✓[/] {len(manifest.files)} files, {size}: {facts}")
+
+
+@app.command()
+def summary(
+    target: Words,
+    output: Annotated[Path | None, typer.Option(help="Write it to this file. Without it, it is printed.")] = None,
+    root: Root = DEFAULT_ROOT,
+) -> None:
+    """Print a run's summary of training content for Article 53 of the EU AI Act, as Markdown, to be completed."""
+    text = summary_of(_folder(target, root))
+    if output is None:
+        show_text(text)
+        return
+    with translate_os_errors(str(output)):
+        output.write_text(text, encoding="utf-8")
+    _say(f"[green]✓[/] {escape(str(output))}")
 
 
 @app.command()

@@ -17,6 +17,7 @@ from launcher.checks.preflight import check_evaluation
 from launcher.errors import raise_on_errors
 from launcher.events import Note, Step, StepDone, StepProgress, StepStarted
 from launcher.formatting import bytes_text
+from launcher.provenance.statements import PROVENANCE, write_statements
 from launcher.runs.lease import POLL_INTERVAL, FolderLease
 from launcher.runs.run import Run
 from litgpt_demo import PYTHON
@@ -26,7 +27,7 @@ from litgpt_demo.errors import UserError, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.evaluation import Evaluation, evaluations, place_of, read_evaluation, write_on_card
 from litgpt_demo.metrics import Row
-from litgpt_demo.runs import EVALUATIONS, HUGGINGFACE
+from litgpt_demo.runs import EVALUATIONS, FINAL, HUGGINGFACE
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.storage.private import environment_of_readers
@@ -52,10 +53,18 @@ async def evaluate(run: str, evaluation: EvaluationConfig) -> FinalManifest:
         found = await asyncio.to_thread(read_evaluation, storage, path)
         made = found or await _evaluated(storage, evaluation, path, parameters=final.parameters)
         # The manifest again: scoring may have taken hours.
-        final = await asyncio.to_thread(lambda: write_on_card(storage, _model_of(storage)))
+        final = await asyncio.to_thread(_publish_scores, storage)
     await acreate_table_artifact(made.table, key=f"scores-{final.run}", description="Scores of the collected model")
     what = f"{'; '.join(f'{name} {value}' for name, value in made.pairs)} in {storage.address(EVALUATIONS)}"
     emit(StepDone(step=Step.EVALUATION, what=what, reused=found is not None))
+    return final
+
+
+def _publish_scores(run: Storage) -> FinalManifest:
+    """Write all scores on the model's card, and in its statements if it has any; return the model's manifest."""
+    final = write_on_card(run, _model_of(run))
+    if run.exists(f"{FINAL}/{PROVENANCE}"):  # else the end of the run writes them
+        write_statements(run)
     return final
 
 

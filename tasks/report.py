@@ -6,7 +6,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any, Self
@@ -24,6 +24,7 @@ from launcher.curves import summary
 from launcher.events import Note
 from launcher.formatting import loss_text
 from launcher.images.identity import SoftwareIdentity
+from launcher.provenance.statements import write_statements
 from launcher.reports import report
 from launcher.reports.goodput import attempt_times, ledger
 from launcher.reports.report import RunReport
@@ -293,11 +294,12 @@ def _report_of(
 
 
 def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, final: FinalManifest) -> RunReport:
-    """Write report.html and the manifest, unless there is a manifest that says the same: drawing takes two seconds."""
+    """Write report.html, the statements and the manifest, unless there is a manifest that says the same: drawing takes
+    two seconds."""
     storage, made = run.storage, _report_of(run, dataset, identity, final)
     models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
-    def with_report(stored: ObjectInfo) -> RunManifest:
+    def manifest_with(page: ObjectInfo, statements: Sequence[FileRecord]) -> RunManifest:
         return RunManifest(
             run=run.name,
             run_id=run.id,
@@ -309,12 +311,15 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             validation_loss=final.validation_loss,
             origin=run.origin,
             attempts=made.attempts,
-            files=(*models, FileRecord.of(stored)),
+            files=(*models, *statements, FileRecord.of(page)),
         )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code
         manifest = read_manifest(storage, RunManifest)
-        if manifest is not None and manifest.model_dump_json() == with_report(storage.stat(REPORT)).model_dump_json():
-            return made
-    write_manifest(storage, with_report(storage.write(REPORT, report.html(made).encode())))
+        if manifest is not None:
+            expected = manifest_with(storage.stat(REPORT), write_statements(storage))
+            if manifest.model_dump_json() == expected.model_dump_json():
+                return made
+    page = storage.write(REPORT, report.html(made).encode())
+    write_manifest(storage, manifest_with(page, write_statements(storage)))  # statements have the page's digest
     return made

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,10 +112,15 @@ def found_scores(run: Storage, final: FinalManifest, settings: EvaluationConfig 
 
 def evaluations(run: Storage, step: int | None = None) -> list[Evaluation]:
     """Return all scores of the model at this step, or at any step, oldest first."""
+    return list(evaluations_by_path(run, step).values())
+
+
+def evaluations_by_path(run: Storage, step: int | None = None) -> dict[str, Evaluation]:
+    """Return the same, each by its path in the run's folder."""
     paths = [path for path in run.list(EVALUATIONS) if _RESULT.fullmatch(path)]
-    found = [read_evaluation(run, path) for path in paths]
-    chosen = [scored for scored in found if scored is not None and step in (None, scored.step)]
-    return sorted(chosen, key=lambda scored: scored.step)
+    found = [(path, read_evaluation(run, path)) for path in paths]
+    chosen = [(path, scored) for path, scored in found if scored is not None and step in (None, scored.step)]
+    return dict(sorted(chosen, key=lambda entry: entry[1].step))
 
 
 def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
@@ -133,7 +139,7 @@ def write_on_card(run: Storage, final: FinalManifest) -> FinalManifest:
     # The manifest lacks the card for a moment, because it must never name other bytes than the stored ones.
     others = tuple(file for file in final.files if file.path != CARD)
     write_manifest(place, final.model_copy(update={"files": others}))
-    stored = FileRecord.of(place.write(CARD, card.encode()))
+    stored = FileRecord.of(place.write(CARD, card.encode()), sha256=sha256(card.encode()).hexdigest())
     made = final.model_copy(update={"files": (*others, stored)})
     write_manifest(place, made)
     return made

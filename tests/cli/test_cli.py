@@ -303,8 +303,12 @@ def test_collect_prints_only_its_result_not_that_of_libraries(
         return {"sample": "made"}
 
     monkeypatch.setattr("litgpt_demo.export.models.export", export)
+    written = list[tuple[str, str]]()
+    monkeypatch.setattr("cli.main.write_statements", lambda run, place: written.append((run.address(), place)))
     monkeypatch.setattr("cli.main.summary_lines", lambda made: [made["sample"]])
     assert cli("collect", f"{workdir}/out/runs/copy") == Said(0, f"made\n✓ {workdir}/out/runs/copy/final\n", "")
+    assert cli("collect", f"{workdir}/out/runs/copy", "--average").code == 0
+    assert written == [(f"{workdir}/out/runs/copy", place) for place in ("final", "final-average")]
 
 
 def test_logs_shows_the_last_or_the_chosen_attempt(cli: Cli, running: Path) -> None:

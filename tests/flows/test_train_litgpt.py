@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ from launcher.errors import ConfigProblem, JobCancelled
 from launcher.events import Event, FlowRunStarted, Listener, Note, StepDone
 from launcher.images.identity import SBOM, SoftwareIdentity
 from launcher.job import JobState
+from launcher.provenance.metadata import CROISSANT, MODEL_BILL
+from launcher.provenance.statements import PROVENANCE, TEST_RESULT
 from launcher.runs.attempts import job_handle
 from launcher.runs.index import Index
 from launcher.runs.run import RunManifest, plan_run, training_spec, write_config
@@ -60,7 +63,13 @@ def test_pipeline_makes_models_with_card_sbom_and_lineage(trained: Any) -> None:
     manifest = read_manifest(storage, RunManifest)
     assert (manifest.step, manifest.attempts) == (8, 1)
     assert manifest.validation_loss == trained.final.validation_loss
-    assert {"final/litgpt/lit_model.pth", "final/MODEL_CARD.md"} <= {file.path for file in manifest.files}
+    statements = {f"final/{PROVENANCE}", f"final/{TEST_RESULT}", f"final/{MODEL_BILL}", f"final/{CROISSANT}"}
+    assert {"final/litgpt/lit_model.pth", *statements} <= {file.path for file in manifest.files}
+    resources = json.loads(storage.read(f"final/{PROVENANCE}"))["predicate"]["runDetails"]["byproducts"]
+    digests = {resource["name"]: resource["digest"]["sha256"] for resource in resources}
+    assert digests.pop("chain") == trained.final.chain
+    assert digests == {name: sha256(storage.read(name)).hexdigest() for name in digests}, "of the last versions"
+    assert {"report.html", "metrics.jsonl", SBOM, *statements} - {f"final/{PROVENANCE}"} == digests.keys()
     assert trained.final.huggingface.logits_difference <= trained.final.logits_tolerance
     lineage = json.loads(storage.read("final/lineage.json"))
     assert lineage["config"] == trained.config.model_dump(mode="json")

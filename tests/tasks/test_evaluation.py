@@ -4,6 +4,7 @@ import asyncio
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -176,11 +177,17 @@ def test_scores_go_on_the_card_of_the_newest_manifest(run: Storage, monkeypatch:
 
     for name, value in {"_evaluated": score, "acreate_table_artifact": show, "check_evaluation": lambda _: ()}.items():
         monkeypatch.setattr(f"tasks.evaluation.{name}", value)
+    run.within("final").write("provenance.intoto.json", b"of the model without scores")
+    stated = list[FinalManifest | None]()
+    monkeypatch.setattr("tasks.evaluation.write_statements", lambda run: stated.append(exported(run)))
     asyncio.run(evaluate.fn(run.address(), ASKED))
     made = exported(run)
+    assert stated == [made], "the statements are about the new card"
     assert made is not None
     assert made.tokens == 2
-    assert made.files == (FileRecord.of(run.within("final").stat("MODEL_CARD.md")),)
+    [record] = made.files
+    card = run.read("final/MODEL_CARD.md")
+    assert (record.size, record.sha256) == (len(card), sha256(card).hexdigest())
 
 
 def test_files_beside_the_scores_are_no_scores(run: Storage) -> None:

@@ -1,0 +1,116 @@
+"""Metadata of a model and its datasets in formats that catalogues read: CycloneDX and Croissant."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from launcher.images.identity import SBOM
+from launcher.provenance.dependencies import datasets_of, digest_of, files_of, recorded_digest, uri_of
+from litgpt_demo.config import TrainingSpec
+from litgpt_demo.export import FinalManifest
+from litgpt_demo.runs import read_spec
+from litgpt_demo.storage import MANIFEST, Storage
+
+MODEL_BILL = "model.cdx.json"
+CROISSANT = "croissant.json"
+
+_WEIGHTS = (".pth", ".safetensors")
+_MEDIA_TYPES = {".json": "application/json", ".txt": "text/plain"}
+_CONTEXT = "croissant-context.json"
+"""The context of Croissant 1.1 that its readers expect, also with the terms that are not used here."""
+
+
+def model_bill_of(run: Storage, final: FinalManifest) -> dict[str, Any]:
+    """Return the run's bill of materials with the model and its datasets as components, in CycloneDX 1.6.
+
+    cyclonedx-python-lib 11 has no `modelParameters.datasets`, so the parts are made here.
+    """
+    bill: dict[str, Any] = {"bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1}
+    with suppress(FileNotFoundError):
+        bill = json.loads(run.read(SBOM))
+    spec, datasets = read_spec(run), list[dict[str, Any]]()
+    for storage, manifest in datasets_of(spec.dataset):
+        digest, reference = digest_of(storage, MANIFEST)["sha256"], f"dataset:{manifest.content_hash}"
+        datasets.append({
+            "type": "data", "bom-ref": reference, "name": manifest.name, "version": manifest.content_hash,
+            "hashes": [{"alg": "SHA-256", "content": digest}],
+            "data": [{"type": "dataset", "name": manifest.name, "contents": {"url": uri_of(storage.address())}}],
+        })  # fmt: skip
+    model = _model(final, spec, [dataset["bom-ref"] for dataset in datasets])
+    parts = [*bill.get("components", []), model, *datasets]
+    content = json.dumps([bill.get("serialNumber"), model, datasets], sort_keys=True)
+    return bill | {"components": parts, "serialNumber": uuid.uuid5(uuid.NAMESPACE_OID, content).urn}
+
+
+def _model(final: FinalManifest, spec: TrainingSpec, datasets: list[str]) -> dict[str, Any]:
+    reference, architecture = f"model:{final.run}", spec.model.name
+    if final.huggingface is not None:
+        architecture = final.huggingface.architecture
+    parameters: dict[str, Any] = {
+        "approach": {"type": "self-supervised"},
+        "task": "text-generation",
+        "architectureFamily": "transformer",
+        "datasets": [{"ref": dataset} for dataset in datasets],
+    }
+    if architecture:
+        parameters["modelArchitecture"] = architecture
+    metrics = {"validation loss": final.validation_loss, "perplexity": final.perplexity}
+    weights = [file for file in final.files if file.path.endswith(_WEIGHTS) and file.sha256]
+    files = [
+        {
+            "type": "file", "bom-ref": f"{reference}/{file.path}", "name": file.path,
+            "hashes": [{"alg": "SHA-256", "content": file.sha256}],
+        }
+        for file in weights
+    ]  # fmt: skip
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": reference,
+        "name": final.run.rpartition("-")[0] or final.run,
+        "version": final.run.rpartition("-")[2],
+        "components": files,
+        "modelCard": {
+            "modelParameters": parameters,
+            "quantitativeAnalysis": {
+                "performanceMetrics": [{"type": kind, "value": f"{value:.6g}"} for kind, value in metrics.items()]
+            },
+        },
+    }
+
+
+def croissant_of(run: Storage) -> dict[str, Any] | None:
+    """Return the datasets of a run as one dataset in Croissant 1.1; None if they do not exist any more.
+
+    https://docs.mlcommons.org/croissant/docs/croissant-spec-1.1.html
+    """
+    datasets = list(datasets_of(read_spec(run).dataset))
+    if not datasets:
+        return None
+    files = [
+        {
+            "@type": "cr:FileObject",
+            "@id": f"{storage.address().rpartition('/')[2]}/{record.path}",
+            "name": f"{storage.address().rpartition('/')[2]}/{record.path}",
+            "contentUrl": uri_of(place.address(record.path)),
+            "contentSize": f"{record.size} B",
+            "encodingFormat": _MEDIA_TYPES.get(PurePosixPath(record.path).suffix, "application/octet-stream"),
+            **recorded_digest(place, record),
+        }
+        for storage, manifest in datasets
+        for place, record in files_of(storage, manifest)
+    ]
+    storage, manifest = datasets[0]
+    return {
+        "@context": json.loads(Path(__file__).with_name("templates").joinpath(_CONTEXT).read_text("utf-8")),
+        "@type": "sc:Dataset",
+        "conformsTo": "http://mlcommons.org/croissant/1.1",
+        "name": manifest.name,
+        "identifier": manifest.content_hash,
+        "description": f"{manifest.tokens:,} token ids of {manifest.documents:,} documents for a language model",
+        "url": uri_of(storage.address()),
+        "distribution": files,
+    }
