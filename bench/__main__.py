@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=ROUNDS)
     parser.add_argument("--rounds", type=int, help="number of measurements of each side")
-    parser.add_argument("--quick", action="store_true", help="one round, within 4 minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="one round, within 7 minutes on two cores")
     args = parser.parse_args()
     load = os.getloadavg()  # of other programs: a time is that of a quiet machine, or worth little
     bars, seen = import_module(f"bench.{args.name}").measure(1 if args.quick else args.rounds or ROUNDS[args.name])

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from bench.training import random_dataset, write_run
 from litgpt_demo.config import ModelConfig
@@ -43,7 +44,7 @@ def new_training(folder: Path, **settings: Any) -> Training:
 
 
 def bare_step(training: Training) -> Step:
-    """Return a step without z-loss, average, clipping and norm, in code and in effect: it has no branch for them."""
+    """Return a step without z-loss, average and clipping, in code and in effect: it has no branch for them."""
     gpt, adamw = training.model.module, training.optimizer.optimizer
     ((inputs, targets),) = training.feed.get(0)[0]
 
@@ -57,6 +58,7 @@ def bare_step(training: Training) -> Step:
     def step(_: int) -> None:
         with patch.object(loss, "_cross_entropy_gradient_", plain_gradient_):
             gpt(inputs, targets).backward()
+        get_total_norm(weight.grad for weight in gpt.parameters())
         adamw.step()
         adamw.zero_grad()
 

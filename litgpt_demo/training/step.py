@@ -21,6 +21,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from litgpt_demo import timeouts
 from litgpt_demo.data.batches import MixtureDataset, global_positions, rank_slice, validation_sources, weighted_mean
@@ -78,8 +79,13 @@ def train_step(
                 share = share * torch.where(loss.detach().isfinite(), 1.0, math.nan)
             fabric.backward(share)
         total += loss.detach()
-    limit = math.inf if train.clip_norm is None else train.clip_norm
-    norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)
+    norm: Tensor | None
+    if train.clip_norm is None:
+        fabric.strategy.precision.unscale_gradients(training.optimizer)
+        norm = get_total_norm(weight.grad for weight in module.parameters() if weight.grad is not None)
+    else:
+        limit = train.clip_norm
+        norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)
     assert norm is not None
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
