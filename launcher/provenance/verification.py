@@ -306,7 +306,8 @@ class _Run:
             return
         arguments, dataset = ["--run", self._run.address()], self._check_dataset(spec, provenance)
         if dataset is not None:
-            steps = min(spec.steps, max((row["step"] for row in rows if row["kind"] in _TRAINED), default=0))
+            digested = (row["step"] for row in rows if not {"batch_sha256", "batches_sha256"}.isdisjoint(row))
+            steps = min(spec.steps, max(digested, default=0))
             arguments += ["--dataset", dataset, "--batches", str(steps)]
         weights = {step: links[step].weights for step in sound if step in links}
         found = _check_weights(self._verification, self._recompute, arguments, self._run.address(FINAL), model, weights)
@@ -412,15 +413,13 @@ class _Run:
     ) -> None:
         check, chain = self._verification.begin("BATCHES", "batches of the dataset"), Chain()
         digests = {row["step"]: row["batch_sha256"] for row in rows if "batch_sha256" in row}
+        skipped = {row["step"] for row in rows if row["kind"] == "skip"}  # these have no row of a step
         for step, batch in enumerate(batches, 1):
-            if step in digests or (digests and spec.train.log_every == 1):
+            if step in digests or (spec.train.log_every == 1 and step not in skipped):
                 check.compare(f"{METRICS}: batch_sha256 of step {step}", digests.get(step), batch)
             chain.add(step, batch)
             if step in links and links[step].since == 0:
                 check.compare(f"{METRICS}: batches_sha256 of step {step}", links[step].batches, chain.batches)
-
-
-_TRAINED = ("step", "checkpoint")
 
 
 def _link_of(columns: Row) -> Link:

@@ -479,6 +479,15 @@ def test_a_row_that_a_kill_lost_is_no_problem(run: Path, cli: Cli) -> None:
     assert output.code == 0, output
 
 
+def test_a_step_without_an_update_has_no_digest_to_miss(run: Path, cli: Cli) -> None:
+    def skip(rows: list[Any]) -> None:
+        rows[rows.index(steps_of(rows)[4])] = {"kind": "skip", "step": 5, "why": "the loss of step 5 is nan"}
+
+    edit_rows(run, skip)
+    output = cli("verify", str(run))
+    assert output.code == 0, output
+
+
 def test_a_run_that_moved_to_other_ranks_verifies(new_run: NewRun, train_elsewhere: TrainElsewhere, cli: Cli) -> None:
     """It was killed in a save, and not collected."""
     run = new_run("moved")
