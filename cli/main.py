@@ -699,6 +699,10 @@ def verify(
     else:
         place = _folder(target, root)
     if not verification.is_run(place) and not verification.is_model(place):
+        if public_key is not None or replay or output is not None:
+            raise ConfigProblem(
+                f"{target} is neither a run nor its model; --public-key, --replay and --output are for those"
+            )
         _verify_dataset(target)
         return
     if output is not None and output.absolute().is_relative_to(place.local_path() or "/dev/null"):

@@ -23,7 +23,7 @@ def draw_steps(run: Storage, count: int, *, seed: int) -> list[int]:
     steps = [row["step"] for row in read_metrics(run) if row["kind"] == "step"]
     steps = [step for step in steps if first is not None and step > first]
     if not steps:
-        what = f"{run.address()} has no step after its first kept checkpoint (of step {first}), so none can be replayed"
+        what = f"{run.address()} has no recorded step after a kept checkpoint, so none can be replayed"
         raise UserError(what, fix="leave out --replay; in later runs, train.keep_every keeps more checkpoints")
     return sorted(Random(seed).sample(steps, min(count, len(steps))))  # noqa: S311 - the seed is printed
 

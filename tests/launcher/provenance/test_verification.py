@@ -362,6 +362,16 @@ def test_a_run_in_a_bucket_is_signed_like_one_in_a_folder(run: Path, cli: Cli, k
     assert (output.code, "final/MODEL_CARD.md: its sha256 is" in output.err) == (1, True)
 
 
+@pytest.mark.parametrize("options", [["--public-key"], ["--replay", "2"], ["--output", "svr.json"]])
+def test_options_of_a_run_are_refused_for_a_dataset(
+    tiny_dataset: Path, cli: Cli, keys: Path, options: list[str]
+) -> None:
+    if options == ["--public-key"]:
+        options = [*options, str(keys / "ours.pub")]
+    output = cli("verify", str(tiny_dataset), *options)
+    assert (output.code, output.out, "neither a run nor its model" in output.err) == (USER, "", True)
+
+
 def test_the_result_is_never_written_into_the_run(run: Path, cli: Cli) -> None:
     output = cli("verify", str(run), "--output", str(run / "final/svr.json"))
     assert (output.code, "is inside of what is verified" in output.err) == (USER, True)
