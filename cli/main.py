@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -46,9 +48,11 @@ from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
+from launcher.provenance import signing, verification
+from launcher.provenance.replays import check_replays, draw_steps, plan_replays
 from launcher.provenance.statements import write_statements
 from launcher.provenance.summary import summary_of
-from launcher.replay import plan_replay, replay_here
+from launcher.replay import ReplayPlan, plan_replay, replay_here
 from launcher.reports import replays
 from launcher.runs import waiting
 from launcher.runs.attempts import Attempt, Attempts, cancel_all
@@ -66,7 +70,7 @@ from launcher.runs.listing import (
 from launcher.runs.sweeps import trials
 from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
-from litgpt_demo.documents import first_problem
+from litgpt_demo.documents import first_problem, read_manifest
 from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, TrainLitgptError, fault_of_findings
 from litgpt_demo.export import FinalManifest, summary_lines, usage
 from litgpt_demo.export.evaluation import evaluations
@@ -147,6 +151,7 @@ Replace = Annotated[bool, typer.Option("--replace", help="First cancel another j
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 # The columns that a narrow terminal does without, in this order.
+_MOST_PROBLEMS = 20  # lines of a verification: a changed seed changes every batch
 _SPARED = ("flow run", "attempts", "platform", "age", "validation")
 
 
@@ -646,11 +651,96 @@ def doctor(
 
 
 @app.command()
-def verify(
-    dataset: Annotated[str, typer.Argument(help="Its folder, or gs://bucket/…/datasets/…", show_default=False)],
+def sign(
+    target: Words,
+    key: Annotated[Path, typer.Option(help="An EC or Ed25519 private key, in PEM.", show_default=False)],
+    root: Root = DEFAULT_ROOT,
     as_json: Json = False,
 ) -> None:
-    """Read every byte of a prepared dataset again, and compare the dataset with its manifest."""
+    """Sign a run's collected model and the statements about it. The key stays on this machine.
+
+    TRAIN_LITGPT_KEY_PASSWORD opens a key that is encrypted.
+    """
+    signer = signing.load_signer(key, os.environ.get(signing.KEY_PASSWORD))
+    final = _folder(target, root).within(FINAL)
+    digests = verification.signable_digests(final)
+    manifest = read_manifest(final, FinalManifest)
+    assert manifest is not None
+    written = [final.address(name) for name in signing.sign(final, manifest.run, digests, signer)]
+    _print_json({"run": manifest.run, "files": len(digests), "signatures": written})
+    for address in written:
+        _say(f"[green]✓[/] {escape(address)}")
+    if signer.public_key.keytype != "ecdsa":
+        _print_notes(f"there is no {signing.MODEL_SIGNATURE}, because model_signing takes no Ed25519 key")
+
+
+@app.command()
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", show_default=False, autocompletion=_targets,
+            help="A run by its name or folder, a copy of its folder final, or the folder of a dataset.",
+        ),
+    ],
+    public_key: Annotated[Path | None, typer.Option(help="The signer's public key, in PEM.")] = None,
+    replay: Annotated[int, typer.Option(min=0, help="Train this many steps again, drawn at random.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Draw the same steps again.")] = None,
+    output: Annotated[Path | None, typer.Option(help="A file for the result, as an in-toto statement.")] = None,
+    root: Root = DEFAULT_ROOT,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Compute every digest of a run, its model or a dataset again, and name each file that differs."""
+    key = None
+    if public_key is not None:
+        key = signing.load_public_key(public_key)
+    if Path(target).is_dir():
+        place = open_storage(target)
+    else:
+        place = _folder(target, root)
+    if not verification.is_run(place) and not verification.is_model(place):
+        if public_key is not None or replay or output is not None:
+            raise ConfigProblem(
+                f"{target} is neither a run nor its model; --public-key, --replay and --output are for those"
+            )
+        _verify_dataset(target)
+        return
+    if output is not None and output.absolute().is_relative_to(place.local_path() or "/dev/null"):
+        raise ConfigProblem(f"--output={output} is inside of what is verified; name a file elsewhere")
+    with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
+        plans = list[ReplayPlan]()
+        if replay:  # steps that cannot be replayed here are refused at once
+            if seed is None:
+                seed = secrets.randbits(32)
+            steps = draw_steps(place, replay, seed=seed)
+            plans = plan_replays(place, steps, open_storage(folder))
+            _say(f"replaying the steps {', '.join(map(str, steps))}, drawn with --seed {seed}", stderr)
+        with console.status("verifying"):
+            result = verification.verify(place, key=key)
+            check_replays(result, plans, on_warning=_print_notes)
+    if output is not None:
+        with translate_os_errors(str(output)):
+            output.write_text(json.dumps(result.statement(), indent=1) + "\n", encoding="utf-8")
+    _print_verification(_print_json(result))
+    if result.problems:
+        raise typer.Exit(1)
+
+
+def _print_verification(result: verification.Verification) -> None:
+    for check in result.checks:
+        mark = "[green]✓[/]"
+        if check.problems:
+            mark = "[bold red]✗[/]"
+        _say(f"{mark} {check.count:,} {escape(check.what)}")
+    for sentence in result.not_checked:
+        _say(f"[cyan]?[/] not checked: {escape(sentence)}")
+    for problem in result.problems[:_MOST_PROBLEMS]:
+        _say(f"[bold red]differs[/] {escape(problem)}", stderr)
+    if len(result.problems) > _MOST_PROBLEMS:
+        _say(f"and {len(result.problems) - _MOST_PROBLEMS:,} more: --json has all of them", stderr)
+
+
+def _verify_dataset(dataset: str) -> None:
     manifest = verify_dataset(dataset)
     _print_json({"documents": manifest.documents, "tokens": manifest.tokens, "files": len(manifest.files)})
     size = bytes_text(sum(file.size for file in manifest.files))

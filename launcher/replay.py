@@ -35,27 +35,29 @@ _TOLERANCE, _TOLERANCE_16_BIT = 1e-4, 2e-2
 class ReplayPlan:
     """A replay that is possible, as far as the run's records show."""
 
-    run: Storage
+    results: Storage
+    """The folder with its result: the run's, unless nothing may be written there."""
     path: str
-    """The file of its result, below the run's folder."""
+    """The file of its result, below that folder."""
     tolerance: float
     """The largest relative difference of a figure that rounding explains, by the precision of the training."""
     script: ScriptConfig
     """Its job."""
 
     def read(self) -> Replay:
-        return read_replay(self.run, self.path)
+        return read_replay(self.results, self.path)
 
 
 def plan_replay(
-    run: Storage, steps: str, *, from_start: bool = False, processes: int | None = None, on_own_platform: bool = False
-) -> ReplayPlan:
+    run: Storage, steps: str, *, from_start: bool = False, processes: int | None = None, on_own_platform: bool = False,
+    results: Storage | None = None,
+) -> ReplayPlan:  # fmt: skip
     """Return the replay of these steps, such as 400-412, on this machine or on the run's own platform.
 
     On this machine it has `processes` ranks, by default as many as trained the last step. Raises UserError for steps
     that the run does not have, that no kept checkpoint precedes, or for ranks that do not fit.
     """
-    document, rows = read_document(run), read_metrics(run)
+    document, rows, results = read_document(run), read_metrics(run), results or run
     spec = document.training
     first, last = _numbers(steps)
     starts = [row for row in rows if row["kind"] == "start" and row["step"] < last]
@@ -74,7 +76,7 @@ def plan_replay(
         raise UserError(what, fix=f"{fix} keeps the checkpoint of every N-th step")
     program = ["replay", "--run", run.address(), "--steps", f"{first}-{last}"]
     path = f"{REPLAYS}/{first}-{last}.json"
-    program += ["--out", run.address(path)]
+    program += ["--out", results.address(path)]
     attempt = start.get("attempt")
     if attempt is not None and run.exists(f"{ATTEMPTS}/{attempt}/{CONFIG}"):  # settings that other attempts changed
         program += ["--attempt", str(attempt)]
@@ -101,7 +103,7 @@ def plan_replay(
     tolerance = _TOLERANCE_16_BIT
     if spec.train.precision == "32-true":
         tolerance = _TOLERANCE
-    return ReplayPlan(run=run, path=path, tolerance=tolerance, script=job)
+    return ReplayPlan(results=results, path=path, tolerance=tolerance, script=job)
 
 
 def _numbers(steps: str) -> tuple[int, int]:

@@ -30,14 +30,14 @@ from launcher.reports.goodput import attempt_times, ledger
 from launcher.reports.report import RunReport
 from launcher.runs.diagnosis import Diagnosis
 from launcher.runs.index import Index
-from launcher.runs.run import Run, RunManifest, trained_seconds
+from launcher.runs.run import Run, RunManifest, models_of, trained_seconds
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.errors import DataError, failure_text, one_line
 from litgpt_demo.export import FinalManifest, exported
 from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.metrics import NUMBERS, damaged_lines
-from litgpt_demo.runs import FINAL, REPORT, read_document, read_metrics
+from litgpt_demo.runs import REPORT, read_document, read_metrics
 from litgpt_demo.secrets import Cleaner
 from litgpt_demo.storage import MANIFEST, ObjectInfo, bucket_path
 from tasks.steps import emit, report_unreadable, step_task
@@ -297,7 +297,6 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
     """Write report.html, the statements and the manifest, unless there is a manifest that says the same: drawing takes
     two seconds."""
     storage, made = run.storage, _report_of(run, dataset, identity, final)
-    models = [record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files]
 
     def manifest_with(page: ObjectInfo, statements: Sequence[FileRecord]) -> RunManifest:
         return RunManifest(
@@ -311,7 +310,7 @@ def _written(run: Run, dataset: DatasetManifest, identity: SoftwareIdentity, fin
             validation_loss=final.validation_loss,
             origin=run.origin,
             attempts=made.attempts,
-            files=(*models, *statements, FileRecord.of(page)),
+            files=(*models_of(final), *statements, FileRecord.of(page)),
         )
 
     with suppress(FileNotFoundError, DataError):  # no report, or the manifest of another version of this code

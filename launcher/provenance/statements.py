@@ -28,7 +28,7 @@ from launcher.provenance.dependencies import (
 )
 from launcher.provenance.metadata import CROISSANT, MODEL_BILL, croissant_of, model_bill_of
 from launcher.runs.index import AttemptDiagnosis
-from launcher.runs.run import trained_seconds
+from launcher.runs.run import models_of, renew_manifest, trained_seconds
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest
 from litgpt_demo.errors import DataError, TooLarge, UserError
 from litgpt_demo.export import FinalManifest
@@ -63,7 +63,7 @@ _MACHINES = ("machine", "nodes", "processes_per_node")
 
 def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]:
     """Write both statements next to the model of `place`, with the metadata that they name: the bill of the model, and
-    the datasets in Croissant. Return their records, with paths below the run's folder.
+    the datasets in Croissant. Return their records, with paths below the run's folder, whose manifest gets them too.
 
     A file that has these bytes already is not touched. A UserError if there is no model.
     """
@@ -73,6 +73,8 @@ def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]
     # Last, because it has the digests of the others.
     for name, make in ((TEST_RESULT, test_result_of), (PROVENANCE, provenance_of)):
         written.append(_write(run, f"{place}/{name}", make(run, place)))
+    if place == FINAL:
+        renew_manifest(run, (*models_of(final), *written))
     return tuple(written)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,11 +24,12 @@ from litgpt_demo.data.dataset import (
     require_document_ends,
     require_sample,
 )
-from litgpt_demo.documents import FileRecord
+from litgpt_demo.documents import FileRecord, read_manifest, write_manifest
 from litgpt_demo.errors import NetworkError, Unreachable, UserError
+from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import Row, curve
 from litgpt_demo.models import estimates
-from litgpt_demo.runs import ATTEMPTS, RecordedPrice, RunDocument, write_document
+from litgpt_demo.runs import ATTEMPTS, FINAL, RecordedPrice, RunDocument, write_document
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.origins import find_initial_weights
 
@@ -253,6 +254,22 @@ class RunManifest(Settings):
     """The weights that it started from, with their checksums."""
     attempts: int
     files: tuple[FileRecord, ...]
+
+
+def models_of(final: FinalManifest) -> tuple[FileRecord, ...]:
+    """Return the files of a collected model, with paths below the run's folder."""
+    return tuple(record.model_copy(update={"path": f"{FINAL}/{record.path}"}) for record in final.files)
+
+
+def renew_manifest(run: Storage, records: Sequence[FileRecord]) -> None:
+    """Put the records of all files of `final`, which was written again, into the manifest of a finished run."""
+    manifest = read_manifest(run, RunManifest)
+    if manifest is None:
+        return
+    others = [record for record in manifest.files if not record.path.startswith(f"{FINAL}/")]
+    renewed = manifest.model_copy(update={"files": (*records, *others)})
+    if renewed != manifest:
+        write_manifest(run, renewed)
 
 
 def trained_seconds(rows: Iterable[Row]) -> float:

@@ -86,5 +86,5 @@ def test_redis_asks_for_a_password() -> None:
 def test_orchestrators_image_has_each_extra_it_needs() -> None:
     extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
     [installed] = re.findall(r'"\.\[(.*)\]"', Path("deployments/Dockerfile").read_text())
-    # Of a node's GPU, of the server, and of those who work on train-litgpt.
-    assert {*installed.split(",")} == extras.keys() - {"float8", "team", "croissant", "dev", "docs", "bench"}
+    # Of a node's GPU, of the server, of those who hold keys, and of those who work on train-litgpt.
+    assert {*installed.split(",")} == extras.keys() - {"float8", "sign", "team", "croissant", "dev", "docs", "bench"}

@@ -35,8 +35,10 @@ from litgpt_demo.storage.private import make_private
 T = TypeVar("T")
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
-_PREFECTS_KEYS = {"PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"}
-"""Variables of a worker or a user's shell whose reader can start programs through Prefect's server."""
+_LAUNCHERS_KEYS = {
+    "PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING", "TRAIN_LITGPT_KEY_PASSWORD",
+}  # fmt: skip
+"""Variables of a worker or a user's shell whose reader can start programs through Prefect's server, or sign."""
 
 
 class LocalPlatform:
@@ -280,8 +282,8 @@ def _start(submission: Submission, directory: Path, lock: int) -> None:
     for name in (SUPERVISOR, RESULT):  # which the supervisor writes, perhaps when its job has filled the disk
         preallocate(directory / name)
     atomic_write_json(directory / SUBMISSION, content)
-    # Ranks get the keys to Prefect's server only if the job requests them.
-    withheld = _PREFECTS_KEYS - {*submission.body["secrets"]}
+    # Ranks get these keys only if the job requests them.
+    withheld = _LAUNCHERS_KEYS - {*submission.body["secrets"]}
     inherited = {name: value for name, value in os.environ.items() if name not in withheld}
     with (directory / "supervisor.log").open("ab") as log:
         # Returns at once: the supervisor forks.

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from test_own_tokens import IDS, put
 from training_runs import TrainElsewhere, alike, rows, write_run
 
+from launcher.provenance.statements import write_statements
+from launcher.provenance.verification import verify
 from litgpt_demo.config import (
     MIXTURE_CYCLE,
     DataConfig,
@@ -225,6 +227,10 @@ def test_mixture_trains_alike_on_any_ranks_and_after_a_kill(
     assert final.validation_windows == 2 * 7
     assert (final.logits_difference, final.huggingface is not None) == (0, True)
     assert final.validation_loss == pytest.approx(evaluated["validation_loss"], rel=1e-4)
+    write_statements(open_storage(str(runs["four"])))
+    verified = verify(open_storage(str(runs["four"])))  # with the process that computes digests
+    assert verified.problems == []
+    assert {check.name: check.count for check in verified.checks}["BATCHES"] == 15, "12 steps and 3 checkpoints"
 
 
 def test_sources_of_a_mixture_are_datasets_staged_with_it(root: str, tmp_path: Path) -> None:

@@ -237,14 +237,14 @@ def test_ranks_find_a_secret_that_nothing_shows(
 def test_ranks_have_prefects_key_only_if_the_job_names_it(
     platform: LocalPlatform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = ["PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING"]
+    keys = ["PREFECT_API_AUTH_STRING", "PREFECT_API_KEY", "PREFECT_SERVER_API_AUTH_STRING", "TRAIN_LITGPT_KEY_PASSWORD"]
     for name in keys:
         monkeypatch.setenv(name, "the server's")
     submission = plain(platform, tmp_path / "a", f"import os; print(*(os.environ.get(one, 'none') for one in {keys}))")
     submission.body["secrets"].append(keys[0])
     submission.body["nodes"][0]["env"][keys[1]] = "mine"
     end_of(platform, platform.submit(submission))
-    assert printed_lines(platform, submission.job_id) == ["the server's mine none"]
+    assert printed_lines(platform, submission.job_id) == ["the server's mine none none"]
 
 
 def test_other_users_cannot_look_into_a_job(platform: LocalPlatform, tmp_path: Path) -> None:
