@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 40_450,
-    "launcher": 16_798,
+    "source": 42_856,
+    "launcher": 18_546,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 18_567,
-    "bench": 1_127,
-    "tests": 35_257,
+    "litgpt_demo": 19_047,
+    "bench": 1_151,
+    "tests": 36_747,
     "test data": 3_667,
 }
 
