@@ -22,7 +22,6 @@ COMMANDS = {
     "prepare": "litgpt_demo.data.preparation",
     "windows": "litgpt_demo.data.batches",
     "collect": "litgpt_demo.export.models",
-    "digests": "litgpt_demo.export.recomputing",
     "collectives": "litgpt_demo.node.collectives",
 }
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from launcher.images.identity import OURS
@@ -18,11 +18,8 @@ from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.runs import ATTEMPTS, RunDocument, read_document
-from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage
+from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage, sha256_of
 from litgpt_demo.training.checkpoints import CheckpointManifest
-
-_MOST_HASHED = 64 << 20
-"""Bytes of the largest file that is read for a SHA-256 which its manifest does not have."""
 
 
 def descriptor(name: str, **fields: Any) -> dict[str, Any]:
@@ -39,16 +36,18 @@ def uri_of(address: str) -> str:
 
 def digest_of(storage: Storage, path: str) -> dict[str, str]:
     """Return the SHA-256 of a stored file; a FileNotFoundError if it does not exist."""
-    return {"sha256": sha256(storage.read(path, most=1 << 30)).hexdigest()}
+    local = storage.local_path(path)
+    if local is not None:
+        return {"sha256": sha256_of(local)}
+    with TemporaryDirectory(prefix="train-litgpt-digest-") as folder:
+        storage.download(path, Path(folder, "file"))
+        return {"sha256": sha256_of(Path(folder, "file"))}
 
 
-def recorded_digest(storage: Storage, record: FileRecord) -> dict[str, str]:
-    """Return the SHA-256 of a file by its manifest, or by its bytes if they are few; else its CRC32C."""
+def recorded_digest(record: FileRecord) -> dict[str, str]:
+    """Return the SHA-256 of a file by its manifest, or else its CRC32C."""
     if record.sha256:
         return {"sha256": record.sha256}
-    if record.size <= _MOST_HASHED:
-        with suppress(FileNotFoundError):
-            return digest_of(storage, record.path)
     return {"crc32c": record.crc32c}
 
 
@@ -116,7 +115,7 @@ def _datasets(address: str) -> Iterator[dict[str, Any]]:
         uri, digest = uri_of(storage.address(MANIFEST)), digest_of(storage, MANIFEST)
         yield descriptor(f"{folder}/{MANIFEST}", uri=uri, digest=digest, annotations=about)
         for place, record in files_of(storage, manifest):
-            uri, digest = uri_of(place.address(record.path)), recorded_digest(place, record)
+            uri, digest = uri_of(place.address(record.path)), recorded_digest(record)
             yield descriptor(f"{folder}/{record.path}", uri=uri, digest=digest)
 
 
@@ -132,11 +131,11 @@ def _weights(origin: InitialWeights | None) -> Iterator[dict[str, Any]]:
             manifest = read_manifest(storage, CheckpointManifest)
             if manifest is not None:
                 seen = [order._asdict() for order in manifest.trained_on]
-                about |= {"run": manifest.run, "step": manifest.step, "tokens": manifest.tokens, "trainedOn": seen}
+                facts = {"run": manifest.run, "step": manifest.step, "tokens": manifest.tokens, "trainedOn": seen}
                 if manifest.link is not None:
-                    about["link"] = manifest.link.model_dump()
+                    facts["link"] = manifest.link.columns()
                 uri, digest = uri_of(storage.address(MANIFEST)), digest_of(storage, MANIFEST)
-                yield descriptor(f"{folder}/{MANIFEST}", uri=uri, digest=digest, annotations=about)
+                yield descriptor(f"{folder}/{MANIFEST}", uri=uri, digest=digest, annotations=about | facts)
     for name, (_, checksum) in sorted(origin.files.items()):
         algorithm, _, value = checksum.rpartition(":")  # with an algorithm if the Hub lists it, else a CRC32C
         digest = {{"": "crc32c", "git": "gitBlob"}.get(algorithm, algorithm): value}

@@ -98,7 +98,7 @@ def croissant_of(run: Storage) -> dict[str, Any] | None:
             "contentUrl": uri_of(place.address(record.path)),
             "contentSize": f"{record.size} B",
             "encodingFormat": _MEDIA_TYPES.get(PurePosixPath(record.path).suffix, "application/octet-stream"),
-            **recorded_digest(place, record),
+            **recorded_digest(record),
         }
         for storage, manifest in datasets
         for place, record in files_of(storage, manifest)

@@ -30,7 +30,7 @@ from launcher.provenance.metadata import CROISSANT, MODEL_BILL, croissant_of, mo
 from launcher.runs.index import AttemptDiagnosis
 from launcher.runs.run import models_of, renew_manifest, trained_seconds
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest
-from litgpt_demo.errors import DataError, TooLarge, UserError
+from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.evaluation import Evaluation, evaluations_by_path
 from litgpt_demo.metrics import Row
@@ -71,7 +71,7 @@ def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]
     documents = {MODEL_BILL: model_bill_of(run, final), CROISSANT: croissant_of(run)}
     written = [_write(run, f"{place}/{name}", content) for name, content in documents.items() if content is not None]
     # Last, because it has the digests of the others.
-    for name, make in ((TEST_RESULT, test_result_of), (PROVENANCE, provenance_of)):
+    for name, make in STATEMENTS.items():
         written.append(_write(run, f"{place}/{name}", make(run, place)))
     if place == FINAL:
         renew_manifest(run, (*models_of(final), *written))
@@ -79,8 +79,7 @@ def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]
 
 
 def _write(run: Storage, path: str, document: Mapping[str, Any]) -> FileRecord:
-    finite = json.loads(json.dumps(document), parse_constant=str)  # JSON has no NaN: "NaN"
-    content = (json.dumps(finite, indent=1, sort_keys=True) + "\n").encode()
+    content = (json.dumps(document, indent=1, sort_keys=True) + "\n").encode()
     digest = sha256(content).hexdigest()
     with suppress(FileNotFoundError):
         if run.read(path) == content:
@@ -90,7 +89,8 @@ def _write(run: Storage, path: str, document: Mapping[str, Any]) -> FileRecord:
 
 def provenance_of(run: Storage, place: str = FINAL) -> dict[str, Any]:
     """Return the provenance of the model of `place`: a statement with the predicate SLSA provenance v1."""
-    final, document = _final_of(run, place), read_document(run)
+    final = _final_of(run, place)
+    config = parse_json(run.read(CONFIG), dict[str, Any], where=run.address(CONFIG), fix="restore it")
     rows = [row for row in read_metrics(run) if row["step"] <= final.step]
     attempts = _attempts(run, rows)
     times = [time for attempt in attempts for time in (attempt.get("started"), attempt.get("ended")) if time]
@@ -108,10 +108,7 @@ def provenance_of(run: Storage, place: str = FINAL) -> dict[str, Any]:
     predicate = {
         "buildDefinition": {
             "buildType": BUILD_TYPE,
-            "externalParameters": {
-                "run": dict(document.run),
-                "training": document.training.model_dump(mode="json"),
-            },
+            "externalParameters": {name: config.get(name, {}) for name in ("run", "training")},
             "internalParameters": internal,
             "resolvedDependencies": dependencies_of(run),
         },
@@ -142,6 +139,8 @@ def test_result_of(run: Storage, place: str = FINAL) -> dict[str, Any]:  # noqa:
     return _statement(run, place, final, TEST_RESULT_TYPE, predicate)
 
 
+STATEMENTS = {TEST_RESULT: test_result_of, PROVENANCE: provenance_of}
+"""What makes each statement, in the order of their writing: the provenance has the digest of the other."""
 _OUTCOMES = ("FAILED", "WARNED", "PASSED")
 
 
@@ -155,10 +154,17 @@ def _final_of(run: Storage, place: str) -> FinalManifest:
 def _statement(
     run: Storage, place: str, final: FinalManifest, kind: str, predicate: Mapping[str, Any]
 ) -> dict[str, Any]:
-    storage = run.within(place)
-    subjects = [descriptor(file.path, digest=recorded_digest(storage, file)) for file in final.files]
-    subjects.append(descriptor(MANIFEST, digest=digest_of(storage, MANIFEST)))
-    return {"_type": STATEMENT_TYPE, "subject": subjects, "predicateType": kind, "predicate": dict(predicate)}
+    subjects = subjects_of(run.within(place), final)
+    statement = {"_type": STATEMENT_TYPE, "subject": subjects, "predicateType": kind, "predicate": predicate}
+    plain: dict[str, Any] = json.loads(json.dumps(statement), parse_constant=str)  # JSON has no NaN: "NaN"
+    return plain
+
+
+def subjects_of(place: Storage, final: FinalManifest) -> list[dict[str, Any]]:
+    """Return the files of a model and its manifest, by the digests of that manifest."""
+    subjects = [descriptor(file.path, digest=recorded_digest(file)) for file in final.files]
+    subjects.append(descriptor(MANIFEST, digest=digest_of(place, MANIFEST)))
+    return subjects
 
 
 def _moment(seconds: float | None) -> str | None:
@@ -237,7 +243,7 @@ def _skipped(rows: Iterable[Row]) -> list[dict[str, Any]]:
 def _byproducts(run: Storage, place: str, final: FinalManifest, rows: Iterable[Row]) -> list[dict[str, Any]]:
     found = []
     for name in (METRICS, REPORT, SBOM, *(f"{place}/{name}" for name in (MODEL_BILL, CROISSANT, TEST_RESULT))):
-        with suppress(FileNotFoundError, TooLarge):
+        with suppress(FileNotFoundError):
             found.append(descriptor(name, digest=digest_of(run, name)))
     if final.chain is not None:
         columns = ("previous_chain", "weights_sha256", "batches_sha256")
@@ -307,7 +313,7 @@ def _configuration(run: Storage, final: FinalManifest) -> list[dict[str, Any]]:
     for storage, manifest in datasets_of(read_document(run).training.dataset):
         folder = f"datasets/{storage.address().rpartition('/')[2]}"
         found += [
-            descriptor(f"{folder}/{record.path}", digest=recorded_digest(place, record))
+            descriptor(f"{folder}/{record.path}", digest=recorded_digest(record))
             for place, record in files_of(storage, manifest)
             if record in manifest.validation.files
         ]

@@ -6,21 +6,17 @@ cannot be checked from here are listed apart, and never count as verified.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING, Any
 
-from launcher.provenance.dependencies import datasets_of, descriptor
+from launcher.provenance.dependencies import datasets_of, digest_of, recorded_digest
+from launcher.provenance.metadata import CROISSANT, MODEL_BILL
 from launcher.provenance.signing import (
     ATTESTATIONS,
     MODEL_SIGNATURE,
@@ -33,37 +29,30 @@ from launcher.provenance.statements import (
     PAGE,
     PROVENANCE,
     STATEMENT_TYPE,
+    STATEMENTS,
     TEST_RESULT,
-    provenance_of,
-    test_result_of,
+    subjects_of,
 )
 from launcher.runs.run import RunManifest
-from litgpt_demo import PYTHON
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import verify_dataset
 from litgpt_demo.documents import FileRecord, parse_json, read_manifest
-from litgpt_demo.errors import DataError, TrainLitgptError, fault_of_exit_code
+from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.digests import RecomputedDigests
 from litgpt_demo.metrics import Row, damaged_lines
 from litgpt_demo.runs import CONFIG, FINAL, FINAL_AVERAGE, METRICS, read_metrics, read_spec
-from litgpt_demo.storage import MANIFEST, Storage, open_storage, sha256_of
-from litgpt_demo.storage.private import environment_of_readers
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.training.chain import NO_LINK, Chain, Link
 from litgpt_demo.training.checkpoints import folder_of, list_complete
 
 if TYPE_CHECKING:
     from securesystemslib.signer import SSlibKey
 
-Recompute: TypeAlias = Callable[[Sequence[str]], RecomputedDigests]
-"""Runs `python -m litgpt_demo digests` with these arguments."""
-
 VERIFIER = f"{PAGE}#verifier-v1"
 _SVR_TYPE = "https://in-toto.io/attestation/svr/v0.2"
-_WEIGHTS_STATED = "predicate.runDetails.byproducts[chain].annotations.weights_sha256"
+_BYPRODUCTS = "predicate.runDetails.byproducts"
 _DEPENDENCIES = "predicate.buildDefinition.resolvedDependencies"
-_RESOURCE = re.compile(r"predicate\.(?:buildDefinition\.resolvedDependencies|configuration)(\[[^\]]*\])")
-_TRAINING = "predicate.buildDefinition.externalParameters.training"
+_RESOURCE = re.compile(r"predicate\.(?:buildDefinition\.resolvedDependencies|configuration)\[[^\]]*\]")
 _WRITER = "predicate.runDetails.builder.version"  # a later release may verify
 _AT_ONCE = 4  # files that are read in parallel
 
@@ -87,28 +76,32 @@ class Check:
 
     def compare(self, what: str, found: Any, expected: Any, *, source: str = "it should be") -> None:
         """Count an item, which has a problem unless both values are equal."""
-        self.add(_difference(what, found, expected, source))
+        problem = None
+        if found != expected:
+            problem = f"{what} is {_shown(found)}, but {source} {_shown(expected)}"
+        self.add(problem)
 
-    def records(self, storage: Storage, records: Sequence[FileRecord], prefix: str) -> None:
+    def files(self, storage: Storage, records: Sequence[FileRecord], prefix: str = "") -> None:
         """Read files, and compare each with its record."""
 
-        def read(record: FileRecord) -> str | None:
-            shown = f"{prefix}{record.path}"
-            try:
-                if record.sha256 is None:
-                    return _difference(f"{shown}: its crc32c", storage.stat(record.path).crc32c, record.crc32c)
-                return _difference(f"{shown}: its sha256", _sha256_at(storage, record.path), record.sha256)
-            except FileNotFoundError:
-                return f"{shown} is missing"
+        def digest(record: FileRecord) -> str | None:
+            with suppress(FileNotFoundError):
+                if record.sha256:
+                    return digest_of(storage, record.path)["sha256"]
+                return storage.stat(record.path).crc32c
+            return None
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for problem in pool.map(read, records):
-                self.add(problem)
+            found = list(pool.map(digest, records))
+        for record, value in zip(records, found, strict=True):
+            [(kind, expected)] = recorded_digest(record).items()
+            self.compare(f"{prefix}{record.path}: its {kind}", value, expected)
 
-    def strays(self, storage: Storage, records: Iterable[FileRecord], prefix: str) -> None:
-        """Make a problem of each file that no manifest lists."""
+    def folder(self, storage: Storage, records: Sequence[FileRecord], shown: str) -> None:
+        """Compare each file of a folder with its record. One that no manifest lists is a problem."""
+        self.files(storage, records, f"{shown}/")
         strays = {*storage.list()} - {record.path for record in records} - {MANIFEST, *UNLISTED}
-        self.problems += [f"{prefix}{path} is not in its manifest" for path in sorted(strays)]
+        self.problems += [f"{shown}/{path} is not in its manifest" for path in sorted(strays)]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -127,8 +120,8 @@ class Verification:
     checks: list[Check] = field(default_factory=list)
     not_checked: list[str] = field(default_factory=list)
     """A sentence for each part that could not be checked."""
-    subjects: dict[str, str] = field(default_factory=dict)
-    """The SHA-256 of each file of the model."""
+    subjects: list[dict[str, Any]] = field(default_factory=list)
+    """The files of the model with their SHA-256, as resource descriptors."""
 
     def begin(self, name: str, what: str) -> Check:
         self.checks.append(Check(name, what))
@@ -148,22 +141,7 @@ class Verification:
             "timeCreated": datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
             "properties": [f"TRAIN_LITGPT_{name}" for name in held],
         }
-        subject = [descriptor(path, digest={"sha256": digest}) for path, digest in self.subjects.items()]
-        return {"_type": STATEMENT_TYPE, "subject": subject, "predicateType": _SVR_TYPE, "predicate": predicate}
-
-
-def recompute_in_a_child(arguments: Sequence[str]) -> RecomputedDigests:
-    """Return digests that another process computes, because torch stays out of this one."""
-    with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
-        out = Path(folder, "digests.json")
-        command = [*PYTHON, "-m", "litgpt_demo", "digests", *arguments, "--out", str(out)]
-        environ = environment_of_readers(os.environ)
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, errors="replace", check=False)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-            what = f"the digests of the weights could not be computed: {last}"
-            raise TrainLitgptError(what, fault=fault_of_exit_code(done.returncode))
-        return parse_json(out.read_bytes(), RecomputedDigests, where=str(out), fix="verify again")
+        return {"_type": STATEMENT_TYPE, "subject": self.subjects, "predicateType": _SVR_TYPE, "predicate": predicate}
 
 
 def is_run(place: Storage) -> bool:
@@ -175,89 +153,82 @@ def is_model(place: Storage) -> bool:
     return any(place.exists(path) for path in (PROVENANCE, ATTESTATIONS, "lineage.json"))
 
 
-def verify(place: Storage, *, key: SSlibKey | None = None, recompute: Recompute = recompute_in_a_child) -> Verification:
+def verify(place: Storage, *, key: SSlibKey | None = None) -> Verification:
     """Verify a run's folder, or a copy of its `final`, against the public key if there is one."""
     verification = Verification(place.address())
     if is_run(place):
-        _Run(verification, place, key, recompute).check()
+        _Run(verification, place, key).check()
     else:
         model = _Model(verification, place, FINAL, None)
         model.check_signature(key)
-        _check_weights(verification, recompute, [], place.address(), model.provenance.get(_WEIGHTS_STATED), {})
+        recorded = model.provenance.get(f"{_BYPRODUCTS}[chain].annotations.weights_sha256")
+        model.check_weights(verification.begin("WEIGHTS", "digests of weights"), recorded)
         verification.not_checked.append("config, metrics, checkpoints and dataset: give the folder of the run")
+    verification.checks = [check for check in verification.checks if check.count]
     return verification
 
 
 def signable_digests(final: Storage) -> dict[str, str]:
     """Return path to SHA-256 of a collected model's files, each read again. A DataError if one is not as recorded."""
     verification = Verification(final.address())
-    _Model(verification, final, FINAL, None)
+    model = _Model(verification, final, FINAL, None)
     if verification.problems:
         what = f"{final.address()} is not what was collected: {'; '.join(verification.problems)}"
         raise DataError(what, fix="collect the model again")
-    return verification.subjects
+    return model.digests
 
 
 class _Model:
     """A collected model with its statements; `run` is None if the model was copied without its run."""
 
     def __init__(self, verification: Verification, place: Storage, shown: str, run: Storage | None) -> None:
-        self._verification, self._place, self._shown = verification, place, shown
+        self._verification, self._place, self._shown, self._run = verification, place, shown, run
         self.provenance: Mapping[str, Any] = {}
         """The provenance as `_flat` returns it."""
-        self._subjects: dict[str, str] = {}
-        self._parameters: Mapping[str, Any] = {}
-        """The parameters that config.json has. A release that verifies may have more of them, with their defaults."""
+        self._subjects = list[dict[str, Any]]()
         check, self.manifest = verification.begin("MODEL_FILES", f"files of {shown}"), None
         with check.reading():
             self.manifest = read_manifest(place, FinalManifest)
             if self.manifest is None:
                 raise DataError(f"{shown}/{MANIFEST} is missing")
-            check.records(place, self.manifest.files, f"{shown}/")
-            check.strays(place, self.manifest.files, f"{shown}/")
-            self._subjects = {record.path: record.sha256 for record in self.manifest.files if record.sha256}
-            self._subjects[MANIFEST] = _sha256_at(place, MANIFEST)
+            check.folder(place, self.manifest.files, shown)
+            self._subjects = subjects_of(place, self.manifest)
             if shown == FINAL:
                 verification.subjects = self._subjects
-            self._check_statements(run)
+            self._check_statements()
 
-    def _check_statements(self, run: Storage | None) -> None:
+    @property
+    def digests(self) -> dict[str, str]:
+        return {subject["name"]: subject["digest"].get("sha256", "") for subject in self._subjects}
+
+    def _check_statements(self) -> None:
         check = self._verification.begin("STATEMENTS", f"facts in the statements of {self._shown}")
-        for name, make in ((PROVENANCE, provenance_of), (TEST_RESULT, test_result_of)):
+        for name, make in STATEMENTS.items():
             shown = f"{self._shown}/{name}"
             with check.reading():
                 content = self._place.read(name)
                 stored = _flat(parse_json(content, dict[str, Any], where=shown, fix="collect the model again"))
                 if name == PROVENANCE:
                     self.provenance = stored
-                subjects = [descriptor(path, digest={"sha256": sha256}) for path, sha256 in self._subjects.items()]
-                if run is not None:
-                    config = parse_json(run.read(CONFIG), dict[str, Any], where=CONFIG, fix="restore it")
-                    self._parameters = _flat(config.get("training"), _TRAINING)
-                    made = json.dumps(make(run, self._shown) | {"subject": subjects})
-                    self._compare(check, shown, stored, _flat(json.loads(made, parse_constant=str)))
+                if self._run is not None:
+                    self._compare(check, shown, stored, _flat(make(self._run, self._shown)))
                     continue
-                stated = {path: value for path, value in stored.items() if path.startswith("subject")}
-                self._compare(check, shown, stated, _flat({"subject": subjects}))
-                for path in {*UNLISTED} & {*self._place.list()}:
-                    digest = stored.get(f"predicate.runDetails.byproducts[{FINAL}/{path}].digest.sha256")
-                    if digest is not None:
-                        check.compare(f"{self._shown}/{path}: its sha256", _sha256_at(self._place, path), digest)
+                made = _flat({"subject": self._subjects})
+                for path in (MODEL_BILL, CROISSANT, TEST_RESULT):
+                    fact = f"{_BYPRODUCTS}[{FINAL}/{path}].digest.sha256"
+                    if fact in stored:
+                        made[fact] = digest_of(self._place, path)["sha256"]
+                shown_here = {fact for fact in stored if fact in made or fact.startswith("subject")}
+                self._compare(check, shown, {fact: stored[fact] for fact in shown_here}, made)
 
     def _compare(self, check: Check, shown: str, stored: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-        """Compare a statement with one that is made again, of what is here."""
-        matches = [list(filter(None, map(_RESOURCE.match, each))) for each in (made, stored)]
-        found, stated = ({match[0]: match[1] for match in each} for each in matches)
-        absent = set[str]()
-        for resource in stated.keys() - found.keys():  # a validation split has its URI in the provenance only
-            uris = stored.get(f"{resource}.uri"), self.provenance.get(f"{_DEPENDENCIES}{stated[resource]}.uri")
-            if f"{resource}.annotations.run" in stored or not _is_here(str(uris[0] or uris[1] or "")):
-                absent.add(resource)  # an earlier run may be gone
-        for path in dict.fromkeys([*stored, *made]):
-            part = _RESOURCE.match(path)
-            is_newer = path.startswith(_TRAINING) and path not in stored and path not in self._parameters
-            if not path.startswith(_WRITER) and not is_newer and not (part and part[0] in absent):
-                check.compare(f"{shown}: {path}", stored.get(path), made.get(path), source="the files give")
+        stated, found = ({match[0] for match in map(_RESOURCE.match, facts) if match} for facts in (stored, made))
+        for fact in dict.fromkeys([*stored, *made]):
+            resource = _RESOURCE.match(fact)
+            is_here = resource is None or resource[0] in found
+            if is_here and not fact.startswith(_WRITER):
+                check.compare(f"{shown}: {fact}", stored.get(fact), made.get(fact), source="the files give")
+        absent = stated - found  # of earlier runs too, which may be gone
         if absent:
             self._verification.not_checked.append(f"{len(absent)} resources of {shown}: they are not here")
 
@@ -272,7 +243,7 @@ class _Model:
         check = self._verification.begin("SIGNATURE", f"signatures of {shown} by the public key")
         with check.reading():
             statements, reason = verified_statements(place.read(ATTESTATIONS), key)
-            for name in (PROVENANCE, TEST_RESULT):
+            for name in STATEMENTS:
                 problem = None
                 if place.read(name) not in statements:
                     problem = f"{shown}/{ATTESTATIONS} has no signature of {name} as it is now: {reason}"
@@ -284,45 +255,40 @@ class _Model:
                 signed = verified_digests(place.read(MODEL_SIGNATURE), key)
             except BadSignature as error:
                 raise DataError(f"{shown}/{MODEL_SIGNATURE} was not made by this key: {error}") from error
-            for path in sorted({*self._subjects, *signed}):
-                check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), self._subjects.get(path))
+            for path in sorted({*self.digests, *signed}):
+                check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), self.digests.get(path))
+
+    def check_weights(self, check: Check, recorded: str | None) -> None:
+        if recorded is None:
+            self._verification.not_checked.append(f"the weights of {self._shown}: no digest of them is recorded")
+            return
+        from litgpt_demo.export.recomputing import weights_of_model  # imports torch
+
+        with check.reading():
+            what = f"{self._shown}/litgpt/lit_model.pth: the digest of its weights"
+            check.compare(what, weights_of_model(self._place), recorded)
 
 
 class _Run:
-    def __init__(self, verification: Verification, run: Storage, key: SSlibKey | None, recompute: Recompute) -> None:
-        self._verification, self._run, self._key, self._recompute = verification, run, key, recompute
+    def __init__(self, verification: Verification, run: Storage, key: SSlibKey | None) -> None:
+        self._verification, self._run, self._key = verification, run, key
 
     def check(self) -> None:
         final = self._check_model(FINAL)
         self._check_model(FINAL_AVERAGE)
         spec, rows = self._check_files()
-        links, sound = self._check_checkpoints(rows)
-        model, provenance = None, dict[str, Any]()
-        if final is not None:
-            provenance |= final.provenance
-            model = self._check_end(final.manifest, links)
+        sound = self._check_checkpoints()
+        links = self._check_chain(rows)
+        weights = self._verification.begin("WEIGHTS", "digests of weights")
+        if final is not None and final.manifest is not None:
+            final.check_weights(weights, self._check_end(final.manifest, links))
         if spec is None:
-            self._verification.not_checked.append(f"the dataset and the weights: {CONFIG} cannot be read")
+            self._verification.not_checked.append(f"the dataset and the checkpoints: {CONFIG} cannot be read")
             return
-        arguments, dataset = ["--run", self._run.address()], self._check_dataset(spec, provenance)
+        self._check_weights(weights, {step: links[step].weights for step in sound if step in links})
+        dataset = self._check_dataset(spec, final)
         if dataset is not None:
-            digested = (row["step"] for row in rows if not {"batch_sha256", "batches_sha256"}.isdisjoint(row))
-            steps = min(spec.steps, max(digested, default=0))
-            arguments += ["--dataset", dataset, "--batches", str(steps)]
-        weights = {step: links[step].weights for step in sound if step in links}
-        found = _check_weights(self._verification, self._recompute, arguments, self._run.address(FINAL), model, weights)
-        if found is not None and dataset is not None:
-            self._check_batches(spec, found.batches, rows, links)
-
-    def _check_end(self, final: FinalManifest | None, links: Mapping[int, Link]) -> str | None:
-        """Compare the chain of the model with that of its checkpoint, and return the digest of that one's weights."""
-        if final is None or final.chain is None:
-            return None
-        if final.step not in links:
-            self._chain.add(f"{METRICS} has no checkpoint of step {final.step}, of which the model is")
-            return None
-        self._chain.compare(f"{FINAL}/{MANIFEST}: its chain", final.chain, links[final.step].chain)
-        return links[final.step].weights
+            self._check_batches(spec, dataset, rows, links)
 
     def _check_model(self, name: str) -> _Model | None:
         place = self._run.within(name)
@@ -337,24 +303,77 @@ class _Run:
 
     def _check_files(self) -> tuple[TrainingSpec | None, list[Row]]:
         run, check = self._run, self._verification.begin("RUN_FILES", "files of the run")
-        spec, rows, bad = None, list[Row](), damaged_lines()
+        spec, bad = None, damaged_lines()
         with check.reading():
             spec = read_spec(run)
             check.add()
-        rows += read_metrics(run, bad)
-        if rows and not bad.count:
-            check.add()
-        else:
-            check.add(f"{METRICS} has no rows, or some that cannot be read: {bad}")
+        rows, problem = read_metrics(run, bad), None
+        if not rows or bad.count:
+            problem = f"{METRICS} has no rows, or some that cannot be read: {bad}"
+        check.add(problem)
         with check.reading():
             manifest = read_manifest(run, RunManifest)
             if manifest is None:
                 self._verification.not_checked.append(f"the run's {MANIFEST}: there is none, so the run did not end")
             else:
-                check.records(run, manifest.files, "")
+                check.files(run, manifest.files)
         return spec, rows
 
-    def _check_dataset(self, spec: TrainingSpec, provenance: Mapping[str, Any]) -> str | None:
+    def _check_checkpoints(self) -> list[int]:
+        """Return the steps of the checkpoints whose files are as recorded."""
+        check, sound = self._verification.begin("CHECKPOINTS", "files of kept checkpoints"), list[int]()
+        for manifest in list_complete(self._run, on_damaged=lambda _, error: check.add(error.what)):
+            folder, before = folder_of(manifest.step), len(check.problems)
+            check.folder(self._run.within(folder), manifest.files, folder)
+            if len(check.problems) == before:
+                sound.append(manifest.step)
+        return sound
+
+    def _check_chain(self, rows: Sequence[Row]) -> dict[int, Link]:
+        """Return step to link, by the kept checkpoints or else by the metrics."""
+        self._chain = check = self._verification.begin("CHAIN", "links of the chain of checkpoints")
+        links = {manifest.step: manifest.link for manifest in list_complete(self._run) if manifest.link is not None}
+        recorded = {row["step"]: row for row in rows if row["kind"] == "checkpoint" and "chain_sha256" in row}
+        starts = {row["step"] for row in rows if row["kind"] == "start"} - {*recorded, *links}
+        previous, last = NO_LINK, 0
+        for step in sorted({*links, *recorded}):
+            where, columns = f"{METRICS}: the checkpoint of step {step}", recorded.get(step)
+            if columns is not None and step in links:
+                for name, value in links[step].columns().items():
+                    check.compare(f"{folder_of(step)}/{MANIFEST}: its link's {name}", value, columns.get(name))
+            elif columns is not None:
+                try:
+                    links[step] = _link_of(columns)
+                except ValueError:
+                    check.add(f"{where} has other digests than 64 hexadecimal digits")
+                    continue
+                check.compare(f"{where}: chain_sha256", columns["chain_sha256"], links[step].chain)
+            link = links[step]
+            # After a kill between a save and its row, the next attempt begins at a step that has no row of a save.
+            if not any(last < start < step for start in starts):
+                check.compare(f"{where}: previous_chain", link.previous, previous)
+            previous, last = link.chain, step
+        return links
+
+    def _check_end(self, final: FinalManifest, links: Mapping[int, Link]) -> str | None:
+        """Compare the chain of the model with that of its checkpoint, and return the digest of that one's weights."""
+        if final.chain is None:
+            return None
+        if final.step not in links:
+            self._chain.add(f"{METRICS} has no checkpoint of step {final.step}, of which the model is")
+            return None
+        self._chain.compare(f"{FINAL}/{MANIFEST}: its chain", final.chain, links[final.step].chain)
+        return links[final.step].weights
+
+    def _check_weights(self, check: Check, recorded: Mapping[int, str]) -> None:
+        from litgpt_demo.export.recomputing import weights_of_checkpoint  # imports torch
+
+        for step, digest in recorded.items():
+            with check.reading():
+                what = f"{folder_of(step)}: the digest of its weights"
+                check.compare(what, weights_of_checkpoint(self._run, step), digest)
+
+    def _check_dataset(self, spec: TrainingSpec, final: _Model | None) -> str | None:
         """Return the address of the dataset if it verifies: the recorded one, or the same folder in this root."""
         own = self._run.address().rpartition("/runs/")[0]
         candidates = (spec.dataset, f"{own}/datasets/{spec.dataset.rpartition('/')[2]}")
@@ -366,113 +385,40 @@ class _Run:
         try:
             manifest = verify_dataset(address)
         except DataError as error:
-            check.problems += error.what.split("\n✗ ")[1:] or [error.what]
+            for problem in error.what.split("\n✗ ")[1:] or [error.what]:
+                check.add(problem)
             return None
         check.count += len(manifest.files)
         check.compare(f"{CONFIG}: the dataset's hash", spec.dataset_hash, manifest.content_hash)
-        if not provenance:
+        if final is None or not final.provenance:
             return address
         for storage, part in datasets_of(address):
             folder = f"datasets/{storage.address().rpartition('/')[2]}"
             digests = {record.path: record.sha256 for record in part.files if record.sha256}
-            for path, digest in {**digests, MANIFEST: _sha256_at(storage, MANIFEST)}.items():
-                stated = provenance.get(f"{_DEPENDENCIES}[{folder}/{path}].digest.sha256")
+            for path, digest in {**digests, MANIFEST: digest_of(storage, MANIFEST)["sha256"]}.items():
+                stated = final.provenance.get(f"{_DEPENDENCIES}[{folder}/{path}].digest.sha256")
                 check.compare(f"{FINAL}/{PROVENANCE}: {folder}/{path}", stated, digest)
         return address
 
-    def _check_checkpoints(self, rows: Sequence[Row]) -> tuple[dict[int, Link], list[int]]:
-        """Return step to link, by the metrics and the kept checkpoints, and the steps whose files are as recorded."""
-        check, sound, kept = self._verification.begin("CHECKPOINTS", "files of kept checkpoints"), [], {}
-        for manifest in list_complete(self._run, on_damaged=lambda _, error: check.add(error.what)):
-            folder, before = folder_of(manifest.step), len(check.problems)
-            check.records(self._run.within(folder), manifest.files, f"{folder}/")
-            check.strays(self._run.within(folder), manifest.files, f"{folder}/")
-            if len(check.problems) == before:
-                sound.append(manifest.step)
-            if manifest.link is not None:
-                kept[manifest.step] = manifest.link
-        self._chain = check = self._verification.begin("CHAIN", "links of the chain of checkpoints")
-        recorded = {row["step"]: row for row in rows if row["kind"] == "checkpoint" and "chain_sha256" in row}
-        starts = {row["step"] for row in rows if row["kind"] == "start"} - {*recorded, *kept}
-        links, previous, last = dict[int, Link](), NO_LINK, 0
-        for step in sorted({*kept, *recorded}):
-            where, columns = f"{METRICS}: the checkpoint of step {step}", recorded.get(step)
-            link = kept.get(step) or _link_of(columns or {})
-            if step in kept and columns is not None:
-                for name, value in link.columns().items():
-                    check.compare(f"{folder_of(step)}/{MANIFEST}: its link's {name}", value, columns.get(name))
-            check.compare(f"{where}: chain_sha256", link.chain, _made_again(link))
-            # After a kill between a save and its row, the next attempt begins at a step that has no row of a save.
-            if link.since == 0 and not any(last < start < step for start in starts):
-                check.compare(f"{where}: previous_chain", link.previous, previous)
-            links[step], previous, last = link, link.chain, step
-        return links, sound
+    def _check_batches(self, spec: TrainingSpec, dataset: str, rows: Sequence[Row], links: Mapping[int, Link]) -> None:
+        from litgpt_demo.export.recomputing import digests_of_batches  # imports torch
 
-    def _check_batches(
-        self, spec: TrainingSpec, batches: Sequence[str], rows: Sequence[Row], links: Mapping[int, Link]
-    ) -> None:
         check, chain = self._verification.begin("BATCHES", "batches of the dataset"), Chain()
         digests = {row["step"]: row["batch_sha256"] for row in rows if "batch_sha256" in row}
         skipped = {row["step"] for row in rows if row["kind"] == "skip"}  # these have no row of a step
-        for step, batch in enumerate(batches, 1):
-            if step in digests or (spec.train.log_every == 1 and step not in skipped):
-                check.compare(f"{METRICS}: batch_sha256 of step {step}", digests.get(step), batch)
-            chain.add(step, batch)
-            if step in links and links[step].since == 0:
-                check.compare(f"{METRICS}: batches_sha256 of step {step}", links[step].batches, chain.batches)
+        steps = min(spec.steps, max([*digests, *links], default=0))
+        with check.reading():
+            for step, batch in enumerate(digests_of_batches(self._run, dataset, steps), 1):
+                if step in digests or (spec.train.log_every == 1 and step not in skipped):
+                    check.compare(f"{METRICS}: batch_sha256 of step {step}", digests.get(step), batch)
+                chain.add(step, batch)
+                if step in links:
+                    check.compare(f"{METRICS}: batches_sha256 of step {step}", links[step].batches, chain.batches)
 
 
 def _link_of(columns: Row) -> Link:
-    names = ("previous_chain", "weights_sha256", "batches_sha256", "chain_sha256")
-    previous, weights, batches, chain = (str(columns.get(name, "")) for name in names)
-    return Link(previous=previous, weights=weights, batches=batches, chain=chain)
-
-
-def _made_again(link: Link) -> str | None:
-    """Return the chain of a link by its other digests; None if those are not digests."""
-    try:
-        return Link.of(previous=link.previous, weights=link.weights, batches=link.batches, since=link.since).chain
-    except ValueError:
-        return None
-
-
-def _check_weights(
-    verification: Verification, recompute: Recompute, arguments: Sequence[str], final: str, model: str | None,
-    checkpoints: Mapping[int, str],
-) -> RecomputedDigests | None:  # fmt: skip
-    """Compare the weights of the model and of checkpoints with these digests; return all that was computed."""
-    arguments = [*arguments]
-    if model is not None:
-        arguments += ["--final", final]
-    if checkpoints:
-        arguments += ["--checkpoints", *map(str, sorted(checkpoints))]
-    if not arguments:
-        verification.not_checked.append("the weights: no digest of them is recorded")
-        return None
-    check, found = verification.begin("WEIGHTS", "digests of weights"), None
-    with check.reading():
-        found = recompute(arguments)
-        check.problems += found.problems
-        if found.model is not None:
-            check.compare(f"{FINAL}/litgpt/lit_model.pth: the digest of its weights", found.model, model)
-        for step, digest in found.checkpoints.items():
-            check.compare(f"{folder_of(step)}: the digest of its weights", digest, checkpoints[step])
-    return found
-
-
-def _sha256_at(storage: Storage, path: str) -> str:
-    local = storage.local_path(path)
-    if local is not None:
-        return sha256_of(local)
-    with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
-        storage.download(path, Path(folder, "file"))
-        return sha256_of(Path(folder, "file"))
-
-
-def _difference(what: str, found: Any, expected: Any, source: str = "it should be") -> str | None:
-    if found == expected:
-        return None
-    return f"{what} is {_shown(found)}, but {source} {_shown(expected)}"
+    names = {"previous": "previous_chain", "weights": "weights_sha256", "batches": "batches_sha256"}
+    return Link.model_validate({field: columns.get(name) for field, name in names.items()})
 
 
 def _shown(value: Any) -> str:
@@ -483,36 +429,19 @@ def _shown(value: Any) -> str:
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """Return path to value of all plain values in a JSON document. Parts of a list have their own names in the path."""
-    parts: dict[str, Any]
+    parts, seen = dict[str, Any](), Counter[object]()
     match value:
         case dict():
             parts = {f"{path}.{name}".lstrip("."): part for name, part in value.items()}
-        case [{"name": _}, *_]:
-            parts = {f"{path}[{_within(part, 'name')}]": part for part in value}
-            if len(parts) < len(value):  # two of the same name
-                parts = {f"{path}[{place}]": part for place, part in enumerate(value)}
         case list():
-            parts = {f"{path}[{place}]": part for place, part in enumerate(value)}
+            for place, part in enumerate(value):
+                name = place
+                if isinstance(part, dict):
+                    name = part.get("name", place)
+                seen[name] += 1
+                if seen[name] > 1:  # two of the same name
+                    name = f"{name}, {seen[name]}"
+                parts[f"{path}[{name}]"] = part
         case _:
             return {path: value}
     return {below: plain for name, part in parts.items() for below, plain in _flat(part, name).items()}
-
-
-def _within(part: Any, name: str) -> Any:
-    if isinstance(part, dict):
-        return part.get(name)
-    return None
-
-
-def _is_here(uri: str) -> bool:
-    """Return whether the file of a URI exists for this machine. URIs of packages are names, which are always here."""
-    parts = urlsplit(uri)
-    if parts.scheme not in {"file", "gs"}:
-        return True
-    if parts.scheme == "file":
-        uri = unquote(parts.path)
-    folder, _, name = uri.rpartition("/")
-    try:
-        return open_storage(folder).exists(name)
-    except TrainLitgptError:
-        return False

@@ -6,9 +6,13 @@ docs/reference/digests.md defines the digests. Each is 64 hexadecimal digits.
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Annotated
+
+from pydantic import Field
 
 from litgpt_demo.config import Settings
 
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 NO_LINK = "0" * 64
 """The `previous` of a run's first link."""
 
@@ -21,15 +25,16 @@ def hexadecimal(number: int) -> str:
 class Link(Settings):
     """The digests of a checkpoint, chained to those of the checkpoint before."""
 
-    previous: str
+    previous: Digest
     """The `chain` of the checkpoint before; NO_LINK for the first."""
-    weights: str
-    batches: str
+    weights: Digest
+    batches: Digest
     """The sum, modulo 2^256, of the SHA-256 of each step's number (8 bytes, big-endian) and its batch's digest."""
-    since: int = 0
-    """The step after which batches are in that sum: 0, or where an older version saved without digests."""
-    chain: str
-    """The SHA-256 of `previous`, `weights` and `batches`, as 96 bytes."""
+
+    @property
+    def chain(self) -> str:
+        """The SHA-256 of `previous`, `weights` and `batches`, as 96 bytes."""
+        return sha256(bytes.fromhex(self.previous + self.weights + self.batches)).hexdigest()
 
     def columns(self) -> dict[str, str]:
         """Return its columns of a row of metrics."""
@@ -40,27 +45,20 @@ class Link(Settings):
             "chain_sha256": self.chain,
         }
 
-    @classmethod
-    def of(cls, *, previous: str, weights: str, batches: str, since: int) -> Link:
-        chain = sha256(bytes.fromhex(previous + weights + batches)).hexdigest()
-        return cls(previous=previous, weights=weights, batches=batches, since=since, chain=chain)
-
 
 class Chain:
     """Follows the steps of a training, and links its checkpoints."""
 
     def __init__(self) -> None:
         self.resumed: Link | None = None
-        """The link of the checkpoint that the training continues from, if that has one."""
-        self._previous, self._batches, self._since = NO_LINK, 0, 0
+        """The link of the checkpoint that the training continues from."""
+        self._previous, self._batches = NO_LINK, 0
 
-    def resume(self, step: int, link: Link | None) -> None:
-        """Continue after the checkpoint of a step, which has no link if an older version saved it."""
+    def resume(self, link: Link | None) -> None:
+        """Continue after the checkpoint of this link. Without one, the chain begins anew."""
         self.resumed = link
-        if link is None:
-            self._previous, self._batches, self._since = NO_LINK, 0, step
-        else:
-            self._previous, self._batches, self._since = link.chain, int(link.batches, 16), link.since
+        if link is not None:
+            self._previous, self._batches = link.chain, int(link.batches, 16)
 
     def add(self, step: int, batch: str) -> None:
         """Add the digest of a step's batch."""
@@ -73,7 +71,7 @@ class Chain:
 
     def link(self, *, weights: str, batches: str) -> Link:
         """Return the link of a checkpoint whose `batches` were noted when its state was taken."""
-        return Link.of(previous=self._previous, weights=weights, batches=batches, since=self._since)
+        return Link(previous=self._previous, weights=weights, batches=batches)
 
     def committed(self, link: Link) -> None:
         """Chain the next checkpoint to this one."""

@@ -30,7 +30,7 @@ def resume(training: Training, *, on_warning: Callable[[str], object]) -> int:
         if resumption.verifies(manifest):
             resumption.load(manifest)
             training.timer.previous, training.timer.started = manifest.seconds, monotonic()
-            training.chain.resume(manifest.step, manifest.link)
+            training.chain.resume(manifest.link)
             return manifest.step
         training.optimizer.optimizer.state.clear()  # made for seeing what is read; a training begins without it
     training.ranks.run_on_rank_zero(lambda: checkpoints.require_beginning(training.run))

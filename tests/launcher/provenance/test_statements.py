@@ -212,7 +212,7 @@ def test_continued_model_states_its_ancestors(new_run: NewRun, finished_copy: Pa
     [weights] = [resource for name, resource in found.items() if name.endswith("step-00000012/manifest.json")]
     parent = list_complete(open_storage(str(finished)))[0]
     assert parent.link is not None
-    assert weights["annotations"]["link"]["chain"] == parent.link.chain
+    assert weights["annotations"]["link"]["chain_sha256"] == parent.link.chain
     assert (weights["annotations"]["run"], weights["annotations"]["step"]) == ("finished", 12)
     assert weights["annotations"]["trainedOn"][0]["samples"] == 12 * 8
     commit = found["source train-litgpt"]

@@ -17,17 +17,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from training_runs import NewRun, TrainElsewhere
 
-from launcher.provenance import verification
 from launcher.provenance.statements import write_statements
 from launcher.replay import ReplayPlan
 from launcher.runs.run import RunManifest
 from litgpt_demo.data.dataset import DatasetManifest
-from litgpt_demo.documents import FileRecord, parse_json, read_manifest, with_checksum, write_manifest
+from litgpt_demo.documents import FileRecord, read_manifest, with_checksum, write_manifest
 from litgpt_demo.errors import EXIT_CODES, FailureClass
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.export.digests import RecomputedDigests
 from litgpt_demo.export.models import export
-from litgpt_demo.export.recomputing import main as recompute
 from litgpt_demo.replays import Replay, ReplayedStep
 from litgpt_demo.storage import Storage, open_storage, sha256_of
 
@@ -79,17 +76,6 @@ def pristine(
     )  # fmt: skip
     write_manifest(storage, manifest)
     return root, Path(shutil.copytree(root, folder / "copy"))
-
-
-@pytest.fixture(autouse=True)
-def _in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Torch is imported here already."""
-
-    def recompute_here(arguments: list[str]) -> RecomputedDigests:
-        assert recompute([*arguments, "--out", str(tmp_path / "digests.json")]) == 0
-        return parse_json((tmp_path / "digests.json").read_bytes(), RecomputedDigests, where="", fix="")
-
-    monkeypatch.setattr(verification.verify, "__kwdefaults__", {"key": None, "recompute": recompute_here})
 
 
 @pytest.fixture
@@ -193,7 +179,7 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: flip(run / "final/huggingface/model.safetensors"), "final/huggingface/model.safetensors: its sha256"
     ),
     "tokenizer": (lambda run: flip(run / "final/litgpt/tokenizer.json"), "final/litgpt/tokenizer.json: its sha256"),
-    "missing-card": (lambda run: (run / "final/MODEL_CARD.md").unlink(), "final/MODEL_CARD.md is missing"),
+    "missing-card": (lambda run: (run / "final/MODEL_CARD.md").unlink(), "final/MODEL_CARD.md: its sha256 is absent"),
     "extra-file": (lambda run: (run / "final/litgpt/run.py").write_text(""), "final/litgpt/run.py is not in its man"),
     "manifest": (lambda run: flip(run / "final/manifest.json", 99), "final/manifest.json is not "),
     "manifest-with-its-checksum": (
