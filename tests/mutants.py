@@ -26,7 +26,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
     ("ancestors-left-out-of-a-statement", "launcher/provenance/dependencies.py", "    while run.address() not in seen:",
      "    while not seen:", "launcher/provenance/test_statements.py::test_continued_model_states_its_ancestors"),
     ("above-the-tolerance-has-passed", "launcher/provenance/statements.py",
-     "if difference <= final.logits_tolerance:", "if difference <= 1.0:",
+     "if difference <= tolerance:", "if difference <= 1.0:",
      "launcher/provenance/test_statements.py::test_result_without_a_proof_has_not_passed"),
     ("image-of-an-earlier-attempt-is-not-told", "launcher/provenance/dependencies.py",
      "recorded.append(read_document(run.within(f\"{ATTEMPTS}/{number}\")).software)",

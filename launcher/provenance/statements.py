@@ -8,11 +8,11 @@ docs/reference/provenance.md defines each field.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any
 
 import litgpt_demo
@@ -57,8 +57,10 @@ STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
 TEST_RESULT_TYPE = "https://in-toto.io/attestation/test-result/v0.1"
 
-_MACHINES = ("machine", "nodes", "processes_per_node")
+_MACHINES = ("kind", "machine", "nodes", "processes_per_node")
 """Settings of a platform that say what an attempt ran on."""
+_START = ("step", "world_size", "device", "device_name", "precision")
+"""Columns of a row of metrics that say how an attempt began."""
 
 
 def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]:
@@ -102,7 +104,6 @@ def provenance_of(run: Storage, place: str = FINAL) -> dict[str, Any]:
         "tokens": final.tokens,
         "seconds": trained_seconds(rows),
         "attempts": attempts,
-        "moves": _moves(attempts),
         "skippedSteps": _skipped(rows),
     }
     predicate = {
@@ -179,37 +180,33 @@ def _known(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _attempts(run: Storage, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return each attempt of a run, oldest first, also one that never began to train."""
-    starts = [row for row in rows if row.get("kind") == "start"]
-    numbers = {*attempt_numbers(run), *(row.get("attempt", 0) for row in starts)}
-    return [
-        _attempt(run.within(f"{ATTEMPTS}/{number}"), number, [row for row in starts if row.get("attempt", 0) == number])
-        for number in sorted(numbers)
-    ]
+    starts = defaultdict[int, list[Row]](list)
+    for row in rows:
+        if row.get("kind") == "start":
+            starts[row.get("attempt", 0)].append(row)
+    numbers = sorted({*attempt_numbers(run), *starts})
+    return [_attempt(run.within(f"{ATTEMPTS}/{number}"), number, starts[number]) for number in numbers]
 
 
 def _attempt(attempt: Storage, number: int, starts: Sequence[Row]) -> dict[str, Any]:
-    platform: Mapping[str, Any] = {}
-    fields: dict[str, Any] = {"attempt": number}
+    platform: Any = None
     with suppress(DataError):
-        document = read_document(attempt)
-        fields["worldSize"] = document.training.world_size
-        section = document.run.get("platform")
-        if isinstance(section, dict):
-            platform = section
-    fields |= {"platform": platform.get("kind"), **{name: platform.get(name) for name in _MACHINES}}
-    if starts:
-        fields |= {"worldSize": starts[-1].get("world_size"), "resumedFromStep": starts[0]["step"]}
+        platform = read_document(attempt).run.get("platform")
+    settings = {name: (platform or {}).get(name) for name in _MACHINES}
     reports = node_reports(attempt, all_lives=True)
     begun = [*(report.started for report in reports), *(row.get("node_started") for row in starts)]
-    names = ("step", "world_size", "device", "device_name", "precision")
-    fields |= {
-        "started": _moment(min(filter(None, begun), default=None)),
-        "ended": _moment(max((report.ended for report in reports), default=None)),
-        "machines": sorted({report.host for report in reports if report.host}),
-        "fault": _fault(attempt, [report.fault for report in reports]),
-        "starts": [_known({name: row.get(name) for name in names}) for row in starts],
-    }
-    return _known(fields)
+    return _known(
+        {
+            "attempt": number,
+            "platform": settings.pop("kind"),
+            **settings,
+            "started": _moment(min(filter(None, begun), default=None)),
+            "ended": _moment(max((report.ended for report in reports), default=None)),
+            "machines": sorted({report.host for report in reports if report.host}),
+            "fault": _fault(attempt, [report.fault for report in reports]),
+            "starts": [_known({name: row.get(name) for name in _START}) for row in starts],
+        }
+    )
 
 
 def _fault(attempt: Storage, faults: Iterable[str | None]) -> str | None:
@@ -219,19 +216,6 @@ def _fault(attempt: Storage, faults: Iterable[str | None]) -> str | None:
         diagnosis = parse_json(content, AttemptDiagnosis, where=attempt.address("diagnosis.json"), fix="")
         return diagnosis.code or str(diagnosis.fault)
     return next((str(fault) for fault in faults if fault is not None), None)
-
-
-def _moves(attempts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return where attempts ran elsewhere or on another number of nodes or ranks than the attempt before."""
-    moves = []
-    for before, after in pairwise(attempts):
-        names = ("platform", *_MACHINES, "worldSize")
-        changed = [name for name in names if before.get(name) != after.get(name)]
-        if changed:
-            move = {"attempt": after["attempt"], "step": after.get("resumedFromStep")}
-            move |= {"from": _known({name: before.get(name) for name in changed})}
-            moves.append(_known(move | {"to": _known({name: after.get(name) for name in changed})}))
-    return moves
 
 
 def _skipped(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -257,32 +241,26 @@ def _test(name: str, outcome: str, **figures: Any) -> dict[str, Any]:
     return {"name": name, "outcome": outcome, **_known(figures)}
 
 
-def _tests_of_collection(final: FinalManifest) -> list[dict[str, Any]]:
-    def logits(name: str, difference: float, **figures: Any) -> dict[str, Any]:
-        outcome = "FAILED"
-        if difference <= final.logits_tolerance:  # false for NaN
-            outcome = "PASSED"
-        return _test(name, outcome, difference=difference, tolerance=final.logits_tolerance, **figures)
+def _logits(name: str, difference: float, tolerance: float, **figures: Any) -> dict[str, Any]:
+    outcome = "FAILED"
+    if difference <= tolerance:  # false for NaN
+        outcome = "PASSED"
+    return _test(name, outcome, difference=difference, tolerance=tolerance, **figures)
 
-    tests = [
-        logits("logits of LitGPT", final.logits_difference),
-        _test(
-            "validation loss", "PASSED", value=final.validation_loss, samples=final.validation_windows,
-            trainer=final.trainer_validation_loss,
-        ),
+
+def _tests_of_collection(final: FinalManifest) -> list[dict[str, Any]]:
+    tolerance, proof, trainer = final.logits_tolerance, final.huggingface, final.trainer_validation_loss
+    loss = {"value": final.validation_loss, "samples": final.validation_windows, "trainer": trainer}
+    transformers = _test("logits of transformers", "WARNED", why="; ".join(final.findings))
+    if proof is not None:
+        how = {"architecture": proof.architecture, "attention": proof.attention, "tokens": proof.tokens}
+        transformers = _logits("logits of transformers", proof.logits_difference, tolerance, **how)
+    return [
+        _logits("logits of LitGPT", final.logits_difference, tolerance),
+        _test("validation loss", "PASSED", **loss),
         _test("parameters", "PASSED", value=final.parameters),
-    ]  # fmt: skip
-    proof = final.huggingface
-    if proof is None:
-        tests.append(_test("logits of transformers", "WARNED", why="; ".join(final.findings)))
-    else:
-        tests.append(
-            logits(
-                "logits of transformers", proof.logits_difference, architecture=proof.architecture,
-                attention=proof.attention, tokens=proof.tokens,
-            )
-        )  # fmt: skip
-    return tests
+        transformers,
+    ]
 
 
 def _scored(run: Storage, final: FinalManifest) -> dict[str, Evaluation]:

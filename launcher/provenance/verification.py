@@ -307,7 +307,7 @@ class _Run:
         with check.reading():
             spec = read_spec(run)
             check.add()
-        rows, problem = read_metrics(run, bad), None
+        rows, problem = list[Row](read_metrics(run, bad)), None
         if not rows or bad.count:
             problem = f"{METRICS} has no rows, or some that cannot be read: {bad}"
         check.add(problem)
@@ -429,15 +429,15 @@ def _shown(value: Any) -> str:
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
     """Return path to value of all plain values in a JSON document. Parts of a list have their own names in the path."""
-    parts, seen = dict[str, Any](), Counter[object]()
+    parts, seen = dict[str, Any](), Counter[str]()
     match value:
         case dict():
             parts = {f"{path}.{name}".lstrip("."): part for name, part in value.items()}
         case list():
             for place, part in enumerate(value):
-                name = place
+                name = str(place)
                 if isinstance(part, dict):
-                    name = part.get("name", place)
+                    name = str(part.get("name", place))
                 seen[name] += 1
                 if seen[name] > 1:  # two of the same name
                     name = f"{name}, {seen[name]}"

@@ -124,7 +124,7 @@ def test_pages_define_the_build_type_with_every_field(run: Storage) -> None:
     write_attempt(run, 1, LOCAL, ranks=1, start=1e9, fault="node fault", exit_code=43)
     write_attempt(run, 2, GKE, ranks=16, start=2e9)
     fields = internal(run)
-    names = {*fields, *fields["attempts"][0], *fields["attempts"][1], *fields["moves"][0]}
+    names = {*fields, *fields["attempts"][0], *fields["attempts"][1], *fields["attempts"][0]["starts"][0]}
     assert {name for name in names if f"`{name}`" not in page} == set()
 
 
@@ -177,7 +177,7 @@ def test_restarts_with_their_faults_are_told(run: Storage) -> None:
     found = internal(run)
     first, second, third = (attempt for attempt in found["attempts"] if attempt["attempt"])
     assert (first["fault"], second["fault"], third.get("fault")) == ("node fault", "cuda.oom", None)
-    assert (third["resumedFromStep"], third["machines"]) == (4, ["machine-3"])
+    assert (third["starts"][0]["step"], third["machines"]) == (4, ["machine-3"])
     assert found["skippedSteps"] == [{"step": 5, "why": "the loss of step 5 is nan", "windows": [7]}]
 
 
@@ -186,9 +186,11 @@ def test_moves_to_other_platforms_or_node_counts_are_told(run: Storage) -> None:
     write_attempt(run, 2, LOCAL | {"nodes": 2}, ranks=2, start=2e9)
     write_attempt(run, 3, GKE, ranks=16, start=3e9)
     write_attempt(run, 4, GKE, ranks=16, start=4e9)
-    _, grown, moved = internal(run)["moves"]
-    assert grown == {"attempt": 2, "from": {"nodes": 1, "worldSize": 1}, "to": {"nodes": 2, "worldSize": 2}}
-    assert (moved["attempt"], moved["from"]["platform"], moved["to"]["platform"]) == (3, "local", "gke")
+    attempts = [attempt for attempt in internal(run)["attempts"] if attempt["attempt"]]
+    names = ("platform", "machine", "nodes", "processes_per_node")
+    assert [tuple(attempt.get(name) for name in names) for attempt in attempts] == [
+        ("local", None, 1, 1), ("local", None, 2, 1), *[("gke", "a3-highgpu-8g", 2, 8)] * 2
+    ]  # fmt: skip
 
 
 def test_all_software_of_a_run_is_told(run: Storage) -> None:
