@@ -49,7 +49,7 @@ from launcher.formatting import bytes_text, readable
 from launcher.images.identity import software_identity
 from launcher.job import LogLine
 from launcher.provenance import signing, verification
-from launcher.provenance.replays import check_replays, draw_steps, plan_replays
+from launcher.provenance.replays import check_replays, draw_replays
 from launcher.provenance.statements import write_statements
 from launcher.provenance.summary import summary_of
 from launcher.replay import ReplayPlan, plan_replay, replay_here
@@ -670,7 +670,7 @@ def sign(
     _print_json({"run": manifest.run, "files": len(digests), "signatures": written})
     for address in written:
         _say(f"[green]✓[/] {escape(address)}")
-    if signer.public_key.keytype != "ecdsa":
+    if final.address(signing.MODEL_SIGNATURE) not in written:
         _print_notes(f"there is no {signing.MODEL_SIGNATURE}, because model_signing takes no Ed25519 key")
 
 
@@ -712,12 +712,12 @@ def verify(
         if replay:  # steps that cannot be replayed here are refused at once
             if seed is None:
                 seed = secrets.randbits(32)
-            steps = draw_steps(place, replay, seed=seed)
-            plans = plan_replays(place, steps, open_storage(folder))
+            steps, plans = draw_replays(place, replay, open_storage(folder), seed=seed)
             _say(f"replaying the steps {', '.join(map(str, steps))}, drawn with --seed {seed}", stderr)
         with console.status("verifying"):
             result = verification.verify(place, key=key)
-            check_replays(result, plans, on_warning=_print_notes)
+            if plans:
+                check_replays(result, plans, on_warning=_print_notes)
     if output is not None:
         with translate_os_errors(str(output)):
             output.write_text(json.dumps(result.statement(), indent=1) + "\n", encoding="utf-8")
@@ -749,19 +749,9 @@ def _verify_dataset(dataset: str) -> None:
 
 
 @app.command()
-def summary(
-    target: Words,
-    output: Annotated[Path | None, typer.Option(help="Write it to this file. Without it, it is printed.")] = None,
-    root: Root = DEFAULT_ROOT,
-) -> None:
+def summary(target: Words, root: Root = DEFAULT_ROOT) -> None:
     """Print a run's summary of training content for Article 53 of the EU AI Act, as Markdown, to be completed."""
-    text = summary_of(_folder(target, root))
-    if output is None:
-        show_text(text)
-        return
-    with translate_os_errors(str(output)):
-        output.write_text(text, encoding="utf-8")
-    _say(f"[green]✓[/] {escape(str(output))}")
+    show_text(summary_of(_folder(target, root)))
 
 
 @app.command()

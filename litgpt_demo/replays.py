@@ -44,6 +44,13 @@ class ReplayedStep(_Figures):
         pairs = [(self.recorded_loss, self.loss), (self.recorded_grad_norm, self.grad_norm)]
         return [None if recorded is None else _difference(recorded, value) for recorded, value in pairs]
 
+    @property
+    def largest_difference(self) -> float | None:
+        """Return the larger one of these: infinite for other samples, None if none is recorded."""
+        if self.has_other_batch:
+            return math.inf
+        return _largest(self.differences)
+
 
 class DocumentPart(_Figures):
     """The part of a document that is in a sample."""
@@ -86,11 +93,11 @@ class Replay(_Figures):
 
     @property
     def largest_difference(self) -> float | None:
-        """Return the largest relative difference of a figure: infinite for other samples, None if none is recorded."""
-        if any(step.has_other_batch for step in self.steps):
-            return math.inf
-        known = [value for step in self.steps for value in step.differences if value is not None]
-        return max(known, default=None)
+        return _largest(step.largest_difference for step in self.steps)
+
+
+def _largest(differences: Iterable[float | None]) -> float | None:
+    return max((difference for difference in differences if difference is not None), default=None)
 
 
 def _difference(recorded: float, value: float) -> float:

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import ConfigProblem, NotInstalled, install_extra
 from launcher.provenance.metadata import CROISSANT, MODEL_BILL
-from launcher.provenance.statements import PROVENANCE, TEST_RESULT
+from launcher.provenance.statements import PROVENANCE, STATEMENT_TYPE, TEST_RESULT
 from litgpt_demo.storage import Storage
 
 if TYPE_CHECKING:
-    from securesystemslib.dsse import Envelope
     from securesystemslib.signer import CryptoSigner, SSlibKey
 
 KEY_PASSWORD = "TRAIN_LITGPT_KEY_PASSWORD"  # noqa: S105 - the name of a variable
@@ -31,7 +30,7 @@ UNLISTED = (PROVENANCE, TEST_RESULT, MODEL_BILL, CROISSANT, ATTESTATIONS, MODEL_
 _PAYLOAD_TYPE = "application/vnd.in-toto+json"
 _BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _MODEL_PREDICATE = "https://model_signing/signature/v1.0"
-_CURVES = ("secp256r1", "secp384r1", "secp521r1")  # those that model_signing 1.1 accepts too
+_KINDS = ("secp256r1", "secp384r1", "secp521r1", "Ed25519PublicKey")  # model_signing 1.1 accepts these curves too
 
 
 class BadSignature(Exception):
@@ -40,18 +39,16 @@ class BadSignature(Exception):
 
 def load_signer(path: Path, password: str | None = None) -> CryptoSigner:
     """Return the signer of a private key in PEM. A ConfigProblem if it cannot be read, decrypted or used."""
-    _require_library()
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    serialization = _library()
     from securesystemslib.signer import CryptoSigner
 
-    content = _read(path)
-    if b"ENCRYPTED" in content and not password:
-        raise ConfigProblem(f"{path} is encrypted with a password", fix=f"set {KEY_PASSWORD} to it")
-    secret, problem = None, "it is not one in PEM"
-    if password and b"ENCRYPTED" in content:
+    content, secret, problem = _read(path), None, "it is not one in PEM"
+    if b"ENCRYPTED" in content:
+        if not password:
+            raise ConfigProblem(f"{path} is encrypted with a password", fix=f"set {KEY_PASSWORD} to it")
         secret, problem = password.encode(), f"{KEY_PASSWORD} does not open it, or it is damaged"
     try:
-        private_key: Any = load_pem_private_key(content, secret)
+        private_key = serialization.load_pem_private_key(content, secret)
     except (ValueError, TypeError) as error:  # neither has a part of the key or of the password
         raise ConfigProblem(f"{path} cannot be used as a private key: {problem}", fix="give another --key") from error
     _require_kind(path, private_key.public_key())
@@ -60,12 +57,11 @@ def load_signer(path: Path, password: str | None = None) -> CryptoSigner:
 
 def load_public_key(path: Path) -> SSlibKey:
     """Return a public key in PEM. A ConfigProblem if it cannot be read or used."""
-    _require_library()
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    serialization = _library()
     from securesystemslib.signer import SSlibKey
 
     try:
-        public_key = load_pem_public_key(_read(path))
+        public_key = serialization.load_pem_public_key(_read(path))
     except ValueError as error:
         what = f"{path} is not a public key in PEM"
         raise ConfigProblem(what, fix="write it by `openssl pkey -in KEY -pubout -out KEY.pub`") from error
@@ -73,13 +69,14 @@ def load_public_key(path: Path) -> SSlibKey:
     return SSlibKey.from_crypto(public_key)
 
 
-def _require_library() -> None:
+def _library() -> Any:
     try:
         import securesystemslib.dsse  # noqa: F401
-        from cryptography.hazmat.primitives import serialization  # noqa: F401
+        from cryptography.hazmat.primitives import serialization
     except ImportError as error:
         what = f"signatures need securesystemslib and cryptography, which are not installed ({error})"
         raise NotInstalled(what, fix=install_extra("sign")) from error
+    return serialization
 
 
 def _read(path: Path) -> bytes:
@@ -90,14 +87,10 @@ def _read(path: Path) -> bytes:
 
 
 def _require_kind(path: Path, public_key: Any) -> None:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-
-    curve = getattr(getattr(public_key, "curve", None), "name", None)
-    if not isinstance(public_key, Ed25519PublicKey) and curve not in _CURVES:
-        kind = curve or type(public_key).__name__
-        raise ConfigProblem(
-            f"{path} is a key of {kind}", fix="give an EC key of P-256, P-384 or P-521, or an Ed25519 key"
-        )
+    kind = getattr(getattr(public_key, "curve", public_key), "name", type(public_key).__name__)
+    if kind not in _KINDS:
+        fix = "give an EC key of P-256, P-384 or P-521, or an Ed25519 key"
+        raise ConfigProblem(f"{path} is a key of {kind}", fix=fix)
 
 
 def sign(final: Storage, name: str, digests: Mapping[str, str], signer: CryptoSigner) -> list[str]:
@@ -108,54 +101,42 @@ def sign(final: Storage, name: str, digests: Mapping[str, str], signer: CryptoSi
         name: of the model.
         digests: path to SHA-256 of its files, which were read for it.
     """
-    statements = [final.read(PROVENANCE), final.read(TEST_RESULT)]
-    contents = {ATTESTATIONS: attestations(statements, signer), MODEL_SIGNATURE: model_signature(name, digests, signer)}
+    lines = [json.dumps(_signed(final.read(statement), signer)) + "\n" for statement in (PROVENANCE, TEST_RESULT)]
+    contents = {ATTESTATIONS: "".join(lines)}
     final.remove(MODEL_SIGNATURE)  # by an earlier key
-    written = []
+    if signer.public_key.keytype == "ecdsa":  # model_signing takes no other
+        contents[MODEL_SIGNATURE] = json.dumps(_model_signature(name, digests, signer))
     for path, content in contents.items():
-        if content is not None:
-            final.write(path, content)
-            written.append(path)
-    return written
+        final.write(path, content.encode())
+    return list(contents)
 
 
-def attestations(statements: Sequence[bytes], signer: CryptoSigner) -> bytes:
-    """Return the signed statements, a line for each."""
-    return b"".join(json.dumps(_signed(text, signer).to_dict()).encode() + b"\n" for text in statements)
-
-
-def _signed(payload: bytes, signer: CryptoSigner) -> Envelope:
+def _signed(payload: bytes, signer: CryptoSigner) -> dict[str, Any]:
     from securesystemslib.dsse import Envelope
 
     envelope = Envelope(payload, _PAYLOAD_TYPE, {})
     envelope.sign(signer)
-    return envelope
+    return envelope.to_dict()
 
 
-def model_signature(name: str, digests: Mapping[str, str], signer: CryptoSigner) -> bytes | None:
-    """Return the content of model.sig for files with these SHA-256; None for an Ed25519 key, which model_signing lacks.
-
-    It is a Sigstore bundle with a public key, as model_signing 1.1 writes it (_signing/sign_ec_key.py).
-    """
-    if signer.public_key.keytype != "ecdsa":
-        return None
+def _model_signature(name: str, digests: Mapping[str, str], signer: CryptoSigner) -> dict[str, Any]:
+    """Return a Sigstore bundle with a public key, as model_signing 1.1 writes it (_signing/sign_ec_key.py)."""
     paths = sorted(digests, key=PurePosixPath)
     resources = [{"name": path, "algorithm": "sha256", "digest": digests[path]} for path in paths]
     serialization = {
         "method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": sorted(UNLISTED),
     }  # fmt: skip
     statement = {
-        "_type": "https://in-toto.io/Statement/v1",
+        "_type": STATEMENT_TYPE,
         "subject": [{"name": name, "digest": {"sha256": _root_digest(resources)}}],
         "predicateType": _MODEL_PREDICATE,
         "predicate": {"serialization": serialization, "resources": resources},
     }
-    bundle = {
+    return {
         "mediaType": _BUNDLE_TYPE,
         "verificationMaterial": {"publicKey": {"hint": _hint(signer.public_key)}, "tlogEntries": []},
-        "dsseEnvelope": _signed(json.dumps(statement).encode(), signer).to_dict(),
+        "dsseEnvelope": _signed(json.dumps(statement).encode(), signer),
     }
-    return json.dumps(bundle).encode()
 
 
 def _root_digest(resources: Sequence[Mapping[str, str]]) -> str:
