@@ -76,7 +76,7 @@ def dependencies_of(run: Storage) -> list[dict[str, Any]]:
     for each, document in generations(run):
         spec = document.training
         try:
-            resources = [*_datasets(spec.dataset), *_software(each, document), *_weights(spec.origin)]
+            resources = [*dataset_dependencies(spec.dataset), *_software(each, document), *_weights(spec.origin)]
         except TrainLitgptError:
             if each == run:
                 raise
@@ -99,24 +99,24 @@ def datasets_of(address: str) -> Iterator[tuple[Storage, DatasetManifest]]:
                 yield from datasets_of(ingredient)
 
 
-def files_of(storage: Storage, manifest: DatasetManifest) -> Iterator[tuple[Storage, FileRecord]]:
-    """Return each file of a dataset, with the folder that its path is relative to."""
-    splits = storage
-    if manifest.external_root is not None:
-        splits = open_storage(manifest.external_root)
-    yield from ((splits, record) for record in manifest.train.files + manifest.validation.files)
-    yield from ((storage, record) for record in manifest.tokenizer)
+def files_of(storage: Storage, manifest: DatasetManifest) -> Iterator[tuple[FileRecord, dict[str, Any]]]:
+    """Return each file of a dataset, with its descriptor."""
+    folder = f"datasets/{storage.address().rpartition('/')[2]}"
+    for record in manifest.files:
+        address = storage.address(record.path)
+        if record in manifest.external_files:
+            address = f"{manifest.external_root}/{record.path}"
+        yield record, descriptor(f"{folder}/{record.path}", uri=uri_of(address), digest=recorded_digest(record))
 
 
-def _datasets(address: str) -> Iterator[dict[str, Any]]:
+def dataset_dependencies(address: str) -> Iterator[dict[str, Any]]:
+    """Return the manifest and the files of a dataset, and of those that it mixes."""
     for storage, manifest in datasets_of(address):
-        folder = f"datasets/{storage.address().rpartition('/')[2]}"
         about = {"contentHash": manifest.content_hash, "documents": manifest.documents, "tokens": manifest.tokens}
+        name = f"datasets/{storage.address().rpartition('/')[2]}/{MANIFEST}"
         uri, digest = uri_of(storage.address(MANIFEST)), digest_of(storage, MANIFEST)
-        yield descriptor(f"{folder}/{MANIFEST}", uri=uri, digest=digest, annotations=about)
-        for place, record in files_of(storage, manifest):
-            uri, digest = uri_of(place.address(record.path)), recorded_digest(record)
-            yield descriptor(f"{folder}/{record.path}", uri=uri, digest=digest)
+        yield descriptor(name, uri=uri, digest=digest, annotations=about)
+        yield from (resource for _, resource in files_of(storage, manifest))
 
 
 def _weights(origin: InitialWeights | None) -> Iterator[dict[str, Any]]:

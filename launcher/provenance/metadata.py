@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launcher.images.identity import SBOM
-from launcher.provenance.dependencies import datasets_of, digest_of, files_of, recorded_digest, uri_of
+from launcher.provenance.dependencies import datasets_of, digest_of, files_of, uri_of
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.runs import read_spec
@@ -34,16 +34,19 @@ def model_bill_of(run: Storage, final: FinalManifest) -> dict[str, Any]:
         bill = json.loads(run.read(SBOM))
     spec, datasets = read_spec(run), list[dict[str, Any]]()
     for storage, manifest in datasets_of(spec.dataset):
-        digest, reference = digest_of(storage, MANIFEST)["sha256"], f"dataset:{manifest.content_hash}"
         datasets.append({
-            "type": "data", "bom-ref": reference, "name": manifest.name, "version": manifest.content_hash,
-            "hashes": [{"alg": "SHA-256", "content": digest}],
+            "type": "data", "bom-ref": f"dataset:{manifest.content_hash}", "name": manifest.name,
+            "version": manifest.content_hash, "hashes": _hashes(digest_of(storage, MANIFEST)["sha256"]),
             "data": [{"type": "dataset", "name": manifest.name, "contents": {"url": uri_of(storage.address())}}],
         })  # fmt: skip
     model = _model(final, spec, [dataset["bom-ref"] for dataset in datasets])
     parts = [*bill.get("components", []), model, *datasets]
     content = json.dumps([bill.get("serialNumber"), model, datasets], sort_keys=True)
     return bill | {"components": parts, "serialNumber": uuid.uuid5(uuid.NAMESPACE_OID, content).urn}
+
+
+def _hashes(sha256: str) -> list[dict[str, str]]:
+    return [{"alg": "SHA-256", "content": sha256}]
 
 
 def _model(final: FinalManifest, spec: TrainingSpec, datasets: list[str]) -> dict[str, Any]:
@@ -59,26 +62,19 @@ def _model(final: FinalManifest, spec: TrainingSpec, datasets: list[str]) -> dic
     if architecture:
         parameters["modelArchitecture"] = architecture
     metrics = {"validation loss": final.validation_loss, "perplexity": final.perplexity}
-    weights = [file for file in final.files if file.path.endswith(_WEIGHTS) and file.sha256]
-    files = [
-        {
-            "type": "file", "bom-ref": f"{reference}/{file.path}", "name": file.path,
-            "hashes": [{"alg": "SHA-256", "content": file.sha256}],
-        }
-        for file in weights
-    ]  # fmt: skip
+    figures = [{"type": kind, "value": f"{value:.6g}"} for kind, value in metrics.items()]
+    name, _, version = final.run.rpartition("-")
     return {
         "type": "machine-learning-model",
         "bom-ref": reference,
-        "name": final.run.rpartition("-")[0] or final.run,
-        "version": final.run.rpartition("-")[2],
-        "components": files,
-        "modelCard": {
-            "modelParameters": parameters,
-            "quantitativeAnalysis": {
-                "performanceMetrics": [{"type": kind, "value": f"{value:.6g}"} for kind, value in metrics.items()]
-            },
-        },
+        "name": name or final.run,
+        "version": version,
+        "components": [
+            {"type": "file", "bom-ref": f"{reference}/{file.path}", "name": file.path, "hashes": _hashes(file.sha256)}
+            for file in final.files
+            if file.path.endswith(_WEIGHTS) and file.sha256
+        ],
+        "modelCard": {"modelParameters": parameters, "quantitativeAnalysis": {"performanceMetrics": figures}},
     }
 
 
@@ -93,15 +89,15 @@ def croissant_of(run: Storage) -> dict[str, Any] | None:
     files = [
         {
             "@type": "cr:FileObject",
-            "@id": f"{storage.address().rpartition('/')[2]}/{record.path}",
-            "name": f"{storage.address().rpartition('/')[2]}/{record.path}",
-            "contentUrl": uri_of(place.address(record.path)),
+            "@id": resource["name"],
+            "name": resource["name"],
+            "contentUrl": resource["uri"],
             "contentSize": f"{record.size} B",
             "encodingFormat": _MEDIA_TYPES.get(PurePosixPath(record.path).suffix, "application/octet-stream"),
-            **recorded_digest(record),
+            **resource["digest"],
         }
         for storage, manifest in datasets
-        for place, record in files_of(storage, manifest)
+        for record, resource in files_of(storage, manifest)
     ]
     storage, manifest = datasets[0]
     return {

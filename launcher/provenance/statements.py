@@ -288,13 +288,9 @@ def _tests_of_evaluation(run: Storage, final: FinalManifest) -> list[dict[str, A
 def _configuration(run: Storage, final: FinalManifest) -> list[dict[str, Any]]:
     """Return the files that decided the results: the run's config, the validation split and each evaluation."""
     found = [descriptor(CONFIG, digest=digest_of(run, CONFIG))]
-    for storage, manifest in datasets_of(read_document(run).training.dataset):
-        folder = f"datasets/{storage.address().rpartition('/')[2]}"
-        found += [
-            descriptor(f"{folder}/{record.path}", digest=recorded_digest(record))
-            for place, record in files_of(storage, manifest)
-            if record in manifest.validation.files
-        ]
+    for dataset, manifest in datasets_of(read_document(run).training.dataset):
+        files = files_of(dataset, manifest)
+        found += [resource for record, resource in files if record in manifest.validation.files]
     for path, scored in _scored(run, final).items():
         found.append(descriptor(path, digest=digest_of(run, path), annotations={"versions": scored.versions}))
     return found

@@ -30,8 +30,9 @@ def summary_of(run: Storage) -> str:
     origins = [document.training.origin for document in documents]
     tokens = sum({source["data"].content_hash: source["data"].train.tokens for source in sources}.values())
     text = Path(__file__).with_name("templates").joinpath("summary.md").read_text("utf-8")
-    options = {"keep_trailing_newline": True, "lstrip_blocks": True, "trim_blocks": True}
-    template: Template = Template(text, **options, undefined=StrictUndefined)
+    template: Template = Template(
+        text, keep_trailing_newline=True, lstrip_blocks=True, trim_blocks=True, undefined=StrictUndefined
+    )
     return template.render(
         run=documents[0].training.run,
         final=read_manifest(run.within(FINAL), FinalManifest),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from launcher.provenance.dependencies import datasets_of, digest_of, recorded_digest
+from launcher.provenance.dependencies import dataset_dependencies, digest_of, recorded_digest
 from launcher.provenance.metadata import CROISSANT, MODEL_BILL
 from launcher.provenance.signing import (
     ATTESTATIONS,
@@ -392,12 +392,10 @@ class _Run:
         check.compare(f"{CONFIG}: the dataset's hash", spec.dataset_hash, manifest.content_hash)
         if final is None or not final.provenance:
             return address
-        for storage, part in datasets_of(address):
-            folder = f"datasets/{storage.address().rpartition('/')[2]}"
-            digests = {record.path: record.sha256 for record in part.files if record.sha256}
-            for path, digest in {**digests, MANIFEST: digest_of(storage, MANIFEST)["sha256"]}.items():
-                stated = final.provenance.get(f"{_DEPENDENCIES}[{folder}/{path}].digest.sha256")
-                check.compare(f"{FINAL}/{PROVENANCE}: {folder}/{path}", stated, digest)
+        for resource in dataset_dependencies(address):
+            name, digest = resource["name"], resource["digest"].get("sha256")
+            stated = final.provenance.get(f"{_DEPENDENCIES}[{name}].digest.sha256")
+            check.compare(f"{FINAL}/{PROVENANCE}: {name}", stated, digest)
         return address
 
     def _check_batches(self, spec: TrainingSpec, dataset: str, rows: Sequence[Row], links: Mapping[int, Link]) -> None:
