@@ -55,10 +55,8 @@ class ReplayedStep(_Figures):
 class DocumentPart(_Figures):
     """The part of a document that is in a sample."""
 
-    number: int | None
-    """Its number in the training split, from 0. None in a split so large that they were not counted."""
     position: int
-    """Its first token in that split, as far as the split was searched."""
+    """Its first token in the training split."""
     beginning: str
     """Its first tokens as text."""
     tokens: int

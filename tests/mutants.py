@@ -44,7 +44,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "manifest.step <= step and",
      "litgpt_demo/training/test_replaying.py::test_replayed_steps_have_the_bits_of_the_recorded_ones"),
     ("document-begins-with-the-end-of-another", "litgpt_demo/training/replaying.py",
-     "begins = position + int(ends[-1]) + 1", "begins = position + int(ends[-1])",
+     "return start + int(ends[-1]) + 1", "return start + int(ends[-1])",
      "litgpt_demo/training/test_replaying.py::test_document_of_noise_is_the_worst_of_its_step"),
     ("replay-with-the-first-attempts-ranks", "launcher/replay.py", "start = starts[-1]", "start = starts[0]",
      "launcher/test_replay.py"),

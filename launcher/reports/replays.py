@@ -69,8 +69,8 @@ def worst_samples(replay: Replay) -> list[tuple[str, list[str], str]]:
     for sample in replay.samples:
         lines = []
         for part in sample.documents:
-            name = f"document {shown('{:,}'.format, part.number)}, from token {part.position:,}"
-            lines.append(f"{name}: loss {loss_text(part.loss)} on {part.tokens:,} tokens: {part.beginning}")
+            about = f"loss {loss_text(part.loss)} on {part.tokens:,} tokens: {part.beginning}"
+            lines.append(f"document from token {part.position:,}: {about}")
         if lines:
             name = " of ".join(filter(None, (f"sample {sample.id}", sample.source)))
             shown_samples.append((f"{name}: loss {loss_text(sample.loss)}", lines, sample.text))

@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from litgpt_demo.data.dataset import TokenDataset, stage
 from litgpt_demo.documents import with_checksum
 from litgpt_demo.errors import UserError
 from litgpt_demo.heartbeat import Heartbeat
+from litgpt_demo.metrics import Row
 from litgpt_demo.replays import DocumentPart, Replay, ReplayedSample, ReplayedStep, by_loss
 from litgpt_demo.runs import ATTEMPTS, read_metrics, read_spec
 from litgpt_demo.storage import open_storage
@@ -36,14 +37,13 @@ from litgpt_demo.training.reporting import warn
 from litgpt_demo.training.resuming import load_checkpoint_before
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.starting import start_from
-from litgpt_demo.training.step import MetricReducer, StepResult, train_step
+from litgpt_demo.training.step import MetricReducer, train_step
 
 _WORST = 5
 """Samples whose text and documents are shown, and documents of each."""
 _TEXT = 2_000  # characters of a sample that are kept
 _BEGINNING = 24  # tokens of a document that name it
-_SEARCHED = 1 << 32  # tokens before a sample in which its document's number and beginning are searched: seconds
-_BLOCK = 1 << 22  # tokens searched at a time
+_BLOCK = 1 << 22  # tokens in which the beginning of a document is searched at a time
 
 
 def replay(training: Training, first: int, last: int, *, from_start: bool = False) -> Replay | None:
@@ -61,9 +61,10 @@ def replay(training: Training, first: int, last: int, *, from_start: bool = Fals
             raise UserError(what, fix=f"--from-start trains all {last} steps from the initial weights")
         if spec.origin is not None:
             start_from(training, spec.origin)
-    results, reducer = list[StepResult](), MetricReducer(training.fabric)
+    recorded, steps, reducer = dict[int, Row](), list[ReplayedStep](), MetricReducer(training.fabric)
+    if ranks.rank == 0:
+        recorded = {row["step"]: row for row in read_metrics(training.run) if row["kind"] == "step"}
     training.model.train()
-    stats = None
     for step in range(began_at, last):
         heart.beat(step, "replaying", max_silence=max(timeouts.FIRST_PASS, spec.train.hang_timeout))
         stats = train_step(training, step, keep_token_losses=step + 1 >= first)
@@ -71,10 +72,18 @@ def replay(training: Training, first: int, last: int, *, from_start: bool = Fals
         reducer.submit(step + 1, stats, leave=False, time_up=False)
         result = reducer.collect(max_in_flight=0)
         assert result is not None
-        if step + 1 >= first:
-            results.append(result._replace(local=stats._replace(token_losses=None)))
+        if step + 1 < first:
+            continue
+        row = recorded.get(step + 1, {})
+        steps.append(
+            ReplayedStep(
+                step=step + 1, recorded_loss=row.get("loss"), loss=result.loss, recorded_grad_norm=row.get("grad_norm"),
+                grad_norm=result.grad_norm, recorded_batch_sha256=row.get("batch_sha256"),
+                batch_sha256=result.batch_sha256,
+            )
+        )  # fmt: skip
         is_finite = math.isfinite(result.loss) and (training.scaler or math.isfinite(result.grad_norm))
-        if not is_finite and step + 1 >= first and spec.train.on_nonfinite == "stop":
+        if not is_finite and spec.train.on_nonfinite == "stop":
             break
     assert stats is not None
     assert stats.token_losses is not None
@@ -82,21 +91,6 @@ def replay(training: Training, first: int, last: int, *, from_start: bool = Fals
     samples = _samples_by_loss(training, step, stats.token_losses)
     if ranks.rank != 0:
         return None
-    recorded = {row["step"]: row for row in read_metrics(training.run) if row["kind"] == "step"}
-    steps = list[ReplayedStep]()
-    for result in results:
-        row = recorded.get(result.done, {})
-        steps.append(
-            ReplayedStep(
-                step=result.done,
-                recorded_loss=row.get("loss"),
-                loss=result.loss,
-                recorded_grad_norm=row.get("grad_norm"),
-                grad_norm=result.grad_norm,
-                recorded_batch_sha256=row.get("batch_sha256"),
-                batch_sha256=result.batch_sha256,
-            )
-        )
     return Replay(
         run=spec.run, began_at=began_at, world_size=ranks.world_size, device=str(training.fabric.device),
         steps=tuple(steps), samples=samples,
@@ -141,38 +135,34 @@ def _documents_of(
 ) -> tuple[DocumentPart, ...]:
     """Return the documents of a sample with the highest losses. An end-of-text id belongs to the one that it ends."""
     first = number * split.length + 1
-    document: int | None = 0
-    begins = searched = max(0, first - _SEARCHED)
-    if searched:
-        document = None
-    for position, block in _blocks(split, searched, first):
-        ends = np.flatnonzero(block == end)
-        if len(ends):
-            begins = position + int(ends[-1]) + 1
-        if document is not None:
-            document += len(ends)
-    targets = np.concatenate([block for _, block in _blocks(split, first, first + split.length)])
-    parts, begin = list[DocumentPart](), 0
+    targets = _tokens(split, first, first + split.length)
+    parts, begin, position = list[DocumentPart](), 0, _beginning_before(split, first, end)
     for stop in dict.fromkeys([*(np.flatnonzero(targets == end) + 1).tolist(), len(targets)]):
-        head = np.concatenate([block for _, block in _blocks(split, begins, begins + _BEGINNING)]).tolist()
+        head = _tokens(split, position, position + _BEGINNING).tolist()
         if end in head:
             head = head[: head.index(end)]
         beginning, mean = tokenizer.decode(head), sum(losses[begin:stop]) / (stop - begin)
-        parts.append(
-            DocumentPart(number=document, position=begins, beginning=beginning, tokens=stop - begin, loss=mean)
-        )
-        begin, begins, document = stop, first + stop, None if document is None else document + 1
+        parts.append(DocumentPart(position=position, beginning=beginning, tokens=stop - begin, loss=mean))
+        begin, position = stop, first + stop
     return tuple(parts[place] for place in by_loss(part.loss for part in parts)[:_WORST])
 
 
-def _blocks(split: TokenDataset, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """Yield the tokens from `start` to `stop` of a split, with the position of the first of each block."""
-    before = 0
+def _beginning_before(split: TokenDataset, position: int, end: int) -> int:
+    """Return the first token of the document that goes on at a position."""
+    for stop in range(position, 0, -_BLOCK):
+        start = max(0, stop - _BLOCK)
+        ends = np.flatnonzero(_tokens(split, start, stop) == end)
+        if len(ends):
+            return start + int(ends[-1]) + 1
+    return 0
+
+
+def _tokens(split: TokenDataset, start: int, stop: int) -> Any:
+    parts, before = [], 0
     for file in split.files:
-        last = min(len(file), stop - before)
-        for begin in range(max(0, start - before), last, _BLOCK):
-            yield before + begin, file[begin : min(begin + _BLOCK, last)]
+        parts.append(file[max(0, start - before) : max(0, stop - before)])
         before += len(file)
+    return np.concatenate(parts)
 
 
 @record

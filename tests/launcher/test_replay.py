@@ -102,7 +102,7 @@ HOSTILE = "<script>alert(1)</script>"
 
 
 def replay_of(*steps: ReplayedStep) -> Replay:
-    part = DocumentPart(number=None, position=7, beginning=HOSTILE, tokens=3, loss=9.0)
+    part = DocumentPart(position=7, beginning=HOSTILE, tokens=3, loss=9.0)
     worst = ReplayedSample(id=5, loss=8.5, source=HOSTILE, text=HOSTILE, documents=(part,))
     samples = worst, ReplayedSample(id=6, loss=1.0)
     return Replay(run=HOSTILE, began_at=20, world_size=2, device="cpu", steps=steps, samples=samples)
@@ -152,7 +152,7 @@ def test_page_of_a_replay_has_only_text() -> None:
     assert worst_samples(found) == [
         (
             f"sample 5 of {HOSTILE}: loss 8.5000",
-            [f"document –, from token 7: loss 9.0000 on 3 tokens: {HOSTILE}"],
+            [f"document from token 7: loss 9.0000 on 3 tokens: {HOSTILE}"],
             HOSTILE,
         )
     ]

@@ -129,7 +129,7 @@ def test_document_of_noise_is_the_worst_of_its_step(new_run: NewRun, tmp_path: P
     found = replayed(run, f"{step}-{step}", tmp_path)
     assert (found.largest_difference, found.samples[0].id) == (0, middle)
     worst = found.samples[0].documents[0]
-    assert (worst.number, worst.position) == (longest, ends[longest - 1] + 1)
+    assert worst.position == ends[longest - 1] + 1
     assert len(worst.beginning) > 10
     assert noise.startswith(worst.beginning)
     assert found.samples[0].text in noise
