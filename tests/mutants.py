@@ -323,7 +323,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "digests.get(step), batch)", "digests.get(step), digests.get(step))",
      "launcher/provenance/test_verification.py::test_each_forgery_is_refused_by_name"),
     ("weights-without-the-chain", "launcher/provenance/verification.py",
-     "return links[final.step].weights", "return None",
+     "getattr(end, \"weights\", None))", "None)",
      "launcher/provenance/test_verification.py::test_each_forgery_is_refused_by_name"),
     ("unlisted-files-are-overlooked", "launcher/provenance/verification.py",
      "strays = {*storage.list()} - {record.path for record in records}", "strays = set[str]()",

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from launcher.formatting import shown
 from launcher.provenance.dependencies import dataset_dependencies, digest_of, recorded_digest
 from launcher.provenance.metadata import CROISSANT, MODEL_BILL
 from launcher.provenance.signing import (
@@ -68,18 +69,16 @@ class Check:
     """The number of items that were compared."""
     problems: list[str] = field(default_factory=list)
 
-    def add(self, problem: str | None = None) -> None:
-        """Count an item, which has a problem or not."""
+    def require(self, holds: bool, problem: str) -> None:
+        """Count an item, which has this problem unless it holds."""
         self.count += 1
-        if problem:
+        if not holds:
             self.problems.append(problem)
 
     def compare(self, what: str, found: Any, expected: Any, *, source: str = "it should be") -> None:
         """Count an item, which has a problem unless both values are equal."""
-        problem = None
-        if found != expected:
-            problem = f"{what} is {_shown(found)}, but {source} {_shown(expected)}"
-        self.add(problem)
+        values = [shown(str, value, "absent")[:200] for value in (found, expected)]
+        self.require(found == expected, f"{what} is {values[0]}, but {source} {values[1]}")
 
     def files(self, storage: Storage, records: Sequence[FileRecord], prefix: str = "") -> None:
         """Read files, and compare each with its record."""
@@ -97,11 +96,11 @@ class Check:
             [(kind, expected)] = recorded_digest(record).items()
             self.compare(f"{prefix}{record.path}: its {kind}", value, expected)
 
-    def folder(self, storage: Storage, records: Sequence[FileRecord], shown: str) -> None:
+    def folder(self, storage: Storage, records: Sequence[FileRecord], title: str) -> None:
         """Compare each file of a folder with its record. One that no manifest lists is a problem."""
-        self.files(storage, records, f"{shown}/")
+        self.files(storage, records, f"{title}/")
         strays = {*storage.list()} - {record.path for record in records} - {MANIFEST, *UNLISTED}
-        self.problems += [f"{shown}/{path} is not in its manifest" for path in sorted(strays)]
+        self.problems += [f"{title}/{path} is not in its manifest" for path in sorted(strays)]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -109,9 +108,9 @@ class Check:
         try:
             yield
         except TrainLitgptError as error:
-            self.add(error.what)
+            self.require(False, error.what)
         except FileNotFoundError as error:
-            self.add(f"{error.filename} is missing")
+            self.require(False, f"{error.filename} is missing")
 
 
 @dataclass
@@ -244,10 +243,8 @@ class _Model:
         with check.reading():
             statements, reason = verified_statements(place.read(ATTESTATIONS), key)
             for name in STATEMENTS:
-                problem = None
-                if place.read(name) not in statements:
-                    problem = f"{shown}/{ATTESTATIONS} has no signature of {name} as it is now: {reason}"
-                check.add(problem)
+                problem = f"{shown}/{ATTESTATIONS} has no signature of {name} as it is now: {reason}"
+                check.require(place.read(name) in statements, problem)
         if key.keytype != "ecdsa":  # model_signing takes no other
             return
         with check.reading():
@@ -278,10 +275,12 @@ class _Run:
         self._check_model(FINAL_AVERAGE)
         spec, rows = self._check_files()
         sound = self._check_checkpoints()
-        links = self._check_chain(rows)
-        weights = self._verification.begin("WEIGHTS", "digests of weights")
+        chain = self._verification.begin("CHAIN", "links of the chain of checkpoints")
+        links, weights = self._check_chain(chain, rows), self._verification.begin("WEIGHTS", "digests of weights")
         if final is not None and final.manifest is not None:
-            final.check_weights(weights, self._check_end(final.manifest, links))
+            end = links.get(final.manifest.step)
+            chain.compare(f"{FINAL}/{MANIFEST}: its chain", final.manifest.chain, getattr(end, "chain", None))
+            final.check_weights(weights, getattr(end, "weights", None))
         if spec is None:
             self._verification.not_checked.append(f"the dataset and the checkpoints: {CONFIG} cannot be read")
             return
@@ -306,11 +305,9 @@ class _Run:
         spec, bad = None, damaged_lines()
         with check.reading():
             spec = read_spec(run)
-            check.add()
-        rows, problem = list[Row](read_metrics(run, bad)), None
-        if not rows or bad.count:
-            problem = f"{METRICS} has no rows, or some that cannot be read: {bad}"
-        check.add(problem)
+            check.count += 1
+        rows = list[Row](read_metrics(run, bad))
+        check.require(bool(rows) and not bad.count, f"{METRICS} has no rows, or some that cannot be read: {bad}")
         with check.reading():
             manifest = read_manifest(run, RunManifest)
             if manifest is None:
@@ -322,20 +319,18 @@ class _Run:
     def _check_checkpoints(self) -> list[int]:
         """Return the steps of the checkpoints whose files are as recorded."""
         check, sound = self._verification.begin("CHECKPOINTS", "files of kept checkpoints"), list[int]()
-        for manifest in list_complete(self._run, on_damaged=lambda _, error: check.add(error.what)):
+        for manifest in list_complete(self._run, on_damaged=lambda _, error: check.require(False, error.what)):
             folder, before = folder_of(manifest.step), len(check.problems)
             check.folder(self._run.within(folder), manifest.files, folder)
             if len(check.problems) == before:
                 sound.append(manifest.step)
         return sound
 
-    def _check_chain(self, rows: Sequence[Row]) -> dict[int, Link]:
+    def _check_chain(self, check: Check, rows: Sequence[Row]) -> dict[int, Link]:
         """Return step to link, by the kept checkpoints or else by the metrics."""
-        self._chain = check = self._verification.begin("CHAIN", "links of the chain of checkpoints")
         links = {manifest.step: manifest.link for manifest in list_complete(self._run) if manifest.link is not None}
         recorded = {row["step"]: row for row in rows if row["kind"] == "checkpoint" and "chain_sha256" in row}
-        starts = {row["step"] for row in rows if row["kind"] == "start"} - {*recorded, *links}
-        previous, last = NO_LINK, 0
+        previous = NO_LINK
         for step in sorted({*links, *recorded}):
             where, columns = f"{METRICS}: the checkpoint of step {step}", recorded.get(step)
             if columns is not None and step in links:
@@ -345,25 +340,12 @@ class _Run:
                 try:
                     links[step] = _link_of(columns)
                 except ValueError:
-                    check.add(f"{where} has other digests than 64 hexadecimal digits")
+                    check.require(False, f"{where} has other digests than 64 hexadecimal digits")
                     continue
                 check.compare(f"{where}: chain_sha256", columns["chain_sha256"], links[step].chain)
-            link = links[step]
-            # After a kill between a save and its row, the next attempt begins at a step that has no row of a save.
-            if not any(last < start < step for start in starts):
-                check.compare(f"{where}: previous_chain", link.previous, previous)
-            previous, last = link.chain, step
+            check.compare(f"{where}: previous_chain", links[step].previous, previous)
+            previous = links[step].chain
         return links
-
-    def _check_end(self, final: FinalManifest, links: Mapping[int, Link]) -> str | None:
-        """Compare the chain of the model with that of its checkpoint, and return the digest of that one's weights."""
-        if final.chain is None:
-            return None
-        if final.step not in links:
-            self._chain.add(f"{METRICS} has no checkpoint of step {final.step}, of which the model is")
-            return None
-        self._chain.compare(f"{FINAL}/{MANIFEST}: its chain", final.chain, links[final.step].chain)
-        return links[final.step].weights
 
     def _check_weights(self, check: Check, recorded: Mapping[int, str]) -> None:
         from litgpt_demo.export.recomputing import weights_of_checkpoint  # imports torch
@@ -386,7 +368,7 @@ class _Run:
             manifest = verify_dataset(address)
         except DataError as error:
             for problem in error.what.split("\n✗ ")[1:] or [error.what]:
-                check.add(problem)
+                check.require(False, problem)
             return None
         check.count += len(manifest.files)
         check.compare(f"{CONFIG}: the dataset's hash", spec.dataset_hash, manifest.content_hash)
@@ -417,12 +399,6 @@ class _Run:
 def _link_of(columns: Row) -> Link:
     names = {"previous": "previous_chain", "weights": "weights_sha256", "batches": "batches_sha256"}
     return Link.model_validate({field: columns.get(name) for field, name in names.items()})
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "absent"
-    return str(value)[:200]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

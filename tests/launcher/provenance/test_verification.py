@@ -462,19 +462,6 @@ def test_model_signature_has_the_form_of_model_signing(run: Path, keys: Path) ->
     ]
 
 
-def test_a_row_that_a_kill_lost_is_no_problem(run: Path, cli: Cli) -> None:
-    """A rank was killed after it had saved step 4, and before it wrote the row. The next attempt began there."""
-
-    def lose(rows: list[Any]) -> None:
-        [row] = [row for row in rows if row["kind"] == "checkpoint" and row["step"] == 4]
-        start = {**next(row for row in rows if row["kind"] == "start"), "step": 4}
-        rows[rows.index(row)] = start
-
-    edit_rows(run, lose)
-    output = cli("verify", str(run))
-    assert output.code == 0, output
-
-
 def test_a_step_without_an_update_has_no_digest_to_miss(run: Path, cli: Cli) -> None:
     def skip(rows: list[Any]) -> None:
         rows[rows.index(steps_of(rows)[4])] = {"kind": "skip", "step": 5, "why": "the loss of step 5 is nan"}
