@@ -6,39 +6,30 @@ from launcher.formatting import loss_text, shown
 from launcher.reports.report import template
 from litgpt_demo.replays import Replay, ReplayedStep
 
+_FIGURE, _DIFFERENCE = "{:.7g}".format, "{:.2g}".format
+
 
 def table(replay: Replay) -> list[dict[str, str]]:
     """Return a row for each step: the recorded figures, the replayed ones and their relative differences."""
-    rows = []
-    for step in replay.steps:
-        loss, norm = (shown(_difference, value) for value in step.differences)
-        rows.append(
-            {
-                "step": f"{step.step:,}",
-                "samples": _samples(step),
-                "recorded loss": shown(_figure, step.recorded_loss, "not recorded"),
-                "replayed loss": _figure(step.loss),
-                "loss differs by": loss,
-                "recorded gradient norm": shown(_figure, step.recorded_grad_norm, "not recorded"),
-                "replayed gradient norm": _figure(step.grad_norm),
-                "norm differs by": norm,
-            }
-        )
-    return rows
+    return [
+        {
+            "step": f"{step.step:,}",
+            "samples": _samples(step),
+            "recorded loss": shown(_FIGURE, step.recorded_loss, "not recorded"),
+            "replayed loss": _FIGURE(step.loss),
+            "loss differs by": shown(_DIFFERENCE, step.differences[0]),
+            "recorded gradient norm": shown(_FIGURE, step.recorded_grad_norm, "not recorded"),
+            "replayed gradient norm": _FIGURE(step.grad_norm),
+            "norm differs by": shown(_DIFFERENCE, step.differences[1]),
+        }
+        for step in replay.steps
+    ]
 
 
 def _samples(step: ReplayedStep) -> str:
     if step.has_other_batch:
         return "different"
     return shown(lambda _: "same", step.recorded_batch_sha256, "not recorded")
-
-
-def _figure(value: float) -> str:
-    return f"{value:.7g}"
-
-
-def _difference(value: float) -> str:
-    return f"{value:.1e}".replace("0.0e+00", "0")
 
 
 def is_equal(replay: Replay, tolerance: float) -> bool:
@@ -48,24 +39,22 @@ def is_equal(replay: Replay, tolerance: float) -> bool:
 
 def verdict(replay: Replay, tolerance: float) -> str:
     """Return whether the steps are equal, where the replay began and on which ranks."""
-    where = "the initial weights"
+    where, largest = "the initial weights", replay.largest_difference
     if replay.began_at:
         where = f"the checkpoint of step {replay.began_at:,}"
-    how = f"replayed from {where}, ranks: {replay.world_size}, device: {replay.device}"
-    largest = replay.largest_difference
+    result = f"Different beyond the tolerance {tolerance:g}: a figure differs by {largest or 0.0:.1e} of its value"
     if largest is None:
-        return f"Not compared, because the run's metrics lack these steps; {how}"
-    if not largest:
-        return f"Equal bit for bit; {how}"
-    relation = "Different beyond"
-    if is_equal(replay, tolerance):
-        relation = "Equal within"
-    return f"{relation} the tolerance {tolerance:g}: a figure differs by {largest:.1e} of its value; {how}"
+        result = "Not compared, because the run's metrics lack these steps"
+    elif not largest:
+        result = "Equal bit for bit"
+    elif is_equal(replay, tolerance):
+        result = result.replace("Different beyond", "Equal within")
+    return f"{result}; replayed from {where}, ranks: {replay.world_size}, device: {replay.device}"
 
 
 def worst_samples(replay: Replay) -> list[tuple[str, list[str], str]]:
     """Return a heading, a line for each document, and the text of the samples that are shown."""
-    shown_samples = []
+    worst = []
     for sample in replay.samples:
         lines = []
         for part in sample.documents:
@@ -73,8 +62,8 @@ def worst_samples(replay: Replay) -> list[tuple[str, list[str], str]]:
             lines.append(f"document from token {part.position:,}: {about}")
         if lines:
             name = " of ".join(filter(None, (f"sample {sample.id}", sample.source)))
-            shown_samples.append((f"{name}: loss {loss_text(sample.loss)}", lines, sample.text))
-    return shown_samples
+            worst.append((f"{name}: loss {loss_text(sample.loss)}", lines, sample.text))
+    return worst
 
 
 def html(replay: Replay, tolerance: float) -> str:

@@ -148,7 +148,7 @@ def test_page_of_a_replay_has_only_text() -> None:
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 4
     assert "not recorded" in page
-    assert [row["loss differs by"] for row in table(found)] == ["–", "2.0e-01"]
+    assert [row["loss differs by"] for row in table(found)] == ["–", "0.2"]
     assert worst_samples(found) == [
         (
             f"sample 5 of {HOSTILE}: loss 8.5000",
