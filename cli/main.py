@@ -70,7 +70,7 @@ from launcher.runs.listing import (
 from launcher.runs.sweeps import trials
 from litgpt_demo.config import EvaluationConfig, Settings
 from litgpt_demo.data.dataset import verify_dataset
-from litgpt_demo.documents import first_problem, read_manifest
+from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, TrainLitgptError, fault_of_findings
 from litgpt_demo.export import FinalManifest, summary_lines, usage
 from litgpt_demo.export.evaluation import evaluations
@@ -150,8 +150,8 @@ Duplicate = Annotated[
 Replace = Annotated[bool, typer.Option("--replace", help="First cancel another job of this name that is running.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
 DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
-# The columns that a narrow terminal does without, in this order.
 _MOST_PROBLEMS = 20  # lines of a verification: a changed seed changes every batch
+# The columns that a narrow terminal does without, in this order.
 _SPARED = ("flow run", "attempts", "platform", "age", "validation")
 
 
@@ -663,11 +663,9 @@ def sign(
     """
     signer = signing.load_signer(key, os.environ.get(signing.KEY_PASSWORD))
     final = _folder(target, root).within(FINAL)
-    digests = verification.signable_digests(final)
-    manifest = read_manifest(final, FinalManifest)
-    assert manifest is not None
-    written = [final.address(name) for name in signing.sign(final, manifest.run, digests, signer)]
-    _print_json({"run": manifest.run, "files": len(digests), "signatures": written})
+    name, digests = verification.signable_model(final)
+    written = [final.address(path) for path in signing.sign(final, name, digests, signer)]
+    _print_json({"run": name, "files": len(digests), "signatures": written})
     for address in written:
         _say(f"[green]✓[/] {escape(address)}")
     if final.address(signing.MODEL_SIGNATURE) not in written:

@@ -74,35 +74,33 @@ def plan_replay(
         what = f"{run.address()} has no checkpoint before step {first} (steps of its checkpoints: {steps_kept})"
         fix = f"--from-start trains all {last} steps from the initial weights; for later runs, train.keep_every=N"
         raise UserError(what, fix=f"{fix} keeps the checkpoint of every N-th step")
-    program = ["replay", "--run", run.address(), "--steps", f"{first}-{last}"]
-    path = f"{REPLAYS}/{first}-{last}.json"
-    program += ["--out", results.address(path)]
-    attempt = start.get("attempt")
+    path, attempt = f"{REPLAYS}/{first}-{last}.json", start.get("attempt")
+    program = ["replay", "--run", run.address(), "--steps", f"{first}-{last}", "--out", results.address(path)]
     if attempt is not None and run.exists(f"{ATTEMPTS}/{attempt}/{CONFIG}"):  # settings that other attempts changed
         program += ["--attempt", str(attempt)]
     if "threads" in start:
         program += ["--threads", str(start["threads"])]
     if from_start or first == 1:
         program.append("--from-start")
-    script: dict[str, Any] = {
-        "root": run.address().rpartition("/runs/")[0] or run.address(),
-        "datasets": (spec.dataset,),
-    }
+    place: dict[str, Any]
     if on_own_platform:
         config = validated(RunConfig, document.run, where=run.address(CONFIG))
-        ranks, script["image"], script["platform"] = config.world_size, config.image, config.platform
+        ranks, place = config.world_size, {"image": config.image, "platform": config.platform}
     else:
         ranks = processes or _ranks_here(start.get("world_size", spec.world_size), last)
-        changes = {"nodes": 1, "processes_per_node": ranks}
-        script["platform"] = default_settings().model_copy(update=changes)
+        size = {"nodes": 1, "processes_per_node": ranks}
+        place = {"platform": default_settings().model_copy(update=size)}
     try:
         spec.train.gradient_accumulation_steps(ranks)
     except ValueError as error:
         raise UserError(str(error), fix="give another number as --processes") from error
-    job = ScriptConfig(name="replay", script="-m litgpt_demo", args=tuple(program), **script)
     tolerance = _TOLERANCE_16_BIT
     if spec.train.precision == "32-true":
         tolerance = _TOLERANCE
+    job = ScriptConfig(
+        name="replay", script="-m litgpt_demo", args=tuple(program), datasets=(spec.dataset,),
+        root=run.address().rpartition("/runs/")[0] or run.address(), **place,
+    )  # fmt: skip
     return ReplayPlan(results=results, path=path, tolerance=tolerance, script=job)
 
 

@@ -167,14 +167,15 @@ def verify(place: Storage, *, key: SSlibKey | None = None) -> Verification:
     return verification
 
 
-def signable_digests(final: Storage) -> dict[str, str]:
-    """Return path to SHA-256 of a collected model's files, each read again. A DataError if one is not as recorded."""
+def signable_model(final: Storage) -> tuple[str, dict[str, str]]:
+    """Return the run of a collected model, and path to SHA-256 of its files, each read again. A DataError if one is not
+    as recorded."""
     verification = Verification(final.address())
     model = _Model(verification, final, FINAL, None)
-    if verification.problems:
+    if model.manifest is None or verification.problems:
         what = f"{final.address()} is not what was collected: {'; '.join(verification.problems)}"
         raise DataError(what, fix="collect the model again")
-    return model.digests
+    return model.manifest.run, model.digests
 
 
 class _Model:
