@@ -662,12 +662,16 @@ def sign(
     TRAIN_LITGPT_KEY_PASSWORD opens a key that is encrypted.
     """
     signer = signing.load_signer(key, os.environ.get(signing.KEY_PASSWORD))
-    final = _folder(target, root).within(FINAL)
-    digests = verification.signable_digests(final)
-    manifest = read_manifest(final, FinalManifest)
-    assert manifest is not None
-    written = [final.address(name) for name in signing.sign(final, manifest.run, digests, signer)]
-    _print_json({"run": manifest.run, "files": len(digests), "signatures": written})
+    run, written = _folder(target, root), list[str]()
+    names = [name for name in (FINAL, FINAL_AVERAGE) if name == FINAL or run.within(name).list()]
+    digests = {name: verification.signable_digests(run.within(name), name) for name in names}
+    for name, of_files in digests.items():
+        final = run.within(name)
+        manifest = read_manifest(final, FinalManifest)
+        assert manifest is not None
+        written += [final.address(path) for path in signing.sign(final, manifest.run, of_files, signer)]
+    files = sum(map(len, digests.values()))
+    _print_json({"run": run.address().rpartition("/")[2], "files": files, "signatures": written})
     for address in written:
         _say(f"[green]✓[/] {escape(address)}")
     if signer.public_key.keytype != "ecdsa":
@@ -708,7 +712,7 @@ def verify(
     if output is not None and output.absolute().is_relative_to(place.local_path() or "/dev/null"):
         raise ConfigProblem(f"--output={output} is inside of what is verified; name a file elsewhere")
     with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
-        plans = list[ReplayPlan]()
+        plans, steps = list[ReplayPlan](), list[int]()
         if replay:  # steps that cannot be replayed here are refused at once
             if seed is None:
                 seed = secrets.randbits(32)
@@ -717,7 +721,7 @@ def verify(
             _say(f"replaying the steps {', '.join(map(str, steps))}, drawn with --seed {seed}", stderr)
         with console.status("verifying"):
             result = verification.verify(place, key=key)
-            check_replays(result, plans, on_warning=_print_notes)
+            check_replays(result, plans, steps, on_warning=_print_notes)
     if output is not None:
         with translate_os_errors(str(output)):
             output.write_text(json.dumps(result.statement(), indent=1) + "\n", encoding="utf-8")
@@ -731,6 +735,8 @@ def _print_verification(result: verification.Verification) -> None:
         mark = "[green]✓[/]"
         if check.problems:
             mark = "[bold red]✗[/]"
+        elif not check.count:
+            mark = "[cyan]?[/] not checked:"
         _say(f"{mark} {check.count:,} {escape(check.what)}")
     for sentence in result.not_checked:
         _say(f"[cyan]?[/] not checked: {escape(sentence)}")

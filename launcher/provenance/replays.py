@@ -36,22 +36,29 @@ def plan_replays(run: Storage, steps: list[int], results: Storage) -> list[Repla
     return [plan_replay(run, f"{min(span)}-{max(span)}", results=results) for span in spans.values()]
 
 
-def check_replays(verification: Verification, plans: list[ReplayPlan], *, on_warning: Callable[[str], object]) -> None:
-    """Replay, and compare the loss and the gradient norm of each step with the recorded ones."""
+def check_replays(
+    verification: Verification, plans: list[ReplayPlan], drawn: list[int], *, on_warning: Callable[[str], object]
+) -> None:
+    """Replay, and compare the loss and the gradient norm of each step with the recorded ones. Each of the drawn steps
+    needs both."""
     if not plans:
         return
-    check, equal = verification.begin("REPLAY", ""), 0
+    check, equal, missing = verification.begin("REPLAY", ""), 0, {*drawn}
     for plan in plans:
         with check.reading():
             for step in replay_here(plan, on_warning=on_warning).steps:
                 known = [difference for difference in step.differences if difference is not None]
+                if len(known) == len(step.differences):
+                    missing.discard(step.step)
                 if not known:  # between the steps that were drawn: one without an update has no row
                     continue
-                equal += not any(known)
+                equal += not any(known) and not step.has_other_batch
                 problem = None
                 if step.has_other_batch or max(known) > plan.tolerance:
                     figures = f"a loss of {step.loss} and a gradient norm of {step.grad_norm}"
                     recorded = f"{step.recorded_loss} and {step.recorded_grad_norm} are recorded"
                     problem = f"{METRICS}: step {step.step} has {figures} if it is trained again, but {recorded}"
                 check.add(problem)
+    for number in sorted(missing):
+        check.add(f"{METRICS}: step {number} was drawn, and its loss and gradient norm could not be compared")
     check.what = f"steps trained again, {equal} of them equal bit for bit"

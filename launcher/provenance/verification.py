@@ -7,6 +7,7 @@ cannot be checked from here are listed apart, and never count as verified.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -16,11 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from launcher.provenance.dependencies import datasets_of, descriptor
+from launcher.provenance.dependencies import attempt_numbers, datasets_of, descriptor
+from launcher.provenance.metadata import CROISSANT, MODEL_BILL
 from launcher.provenance.signing import (
     ATTESTATIONS,
     MODEL_SIGNATURE,
@@ -32,8 +35,10 @@ from launcher.provenance.signing import (
 from launcher.provenance.statements import (
     PAGE,
     PROVENANCE,
+    PROVENANCE_TYPE,
     STATEMENT_TYPE,
     TEST_RESULT,
+    TEST_RESULT_TYPE,
     provenance_of,
     test_result_of,
 )
@@ -46,7 +51,7 @@ from litgpt_demo.errors import DataError, TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.digests import RecomputedDigests
 from litgpt_demo.metrics import Row, damaged_lines
-from litgpt_demo.runs import CONFIG, FINAL, FINAL_AVERAGE, METRICS, read_metrics, read_spec
+from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, FINAL_AVERAGE, METRICS, read_metrics, read_spec
 from litgpt_demo.storage import MANIFEST, Storage, open_storage, sha256_of
 from litgpt_demo.storage.private import environment_of_readers
 from litgpt_demo.training.chain import NO_LINK, Chain, Link
@@ -61,6 +66,8 @@ Recompute: TypeAlias = Callable[[Sequence[str]], RecomputedDigests]
 VERIFIER = f"{PAGE}#verifier-v1"
 _SVR_TYPE = "https://in-toto.io/attestation/svr/v0.2"
 _WEIGHTS_STATED = "predicate.runDetails.byproducts[chain].annotations.weights_sha256"
+_KIND = "predicateType"
+_BYPRODUCTS = "predicate.runDetails.byproducts"
 _DEPENDENCIES = "predicate.buildDefinition.resolvedDependencies"
 _RESOURCE = re.compile(r"predicate\.(?:buildDefinition\.resolvedDependencies|configuration)(\[[^\]]*\])")
 _TRAINING = "predicate.buildDefinition.externalParameters.training"
@@ -100,6 +107,8 @@ class Check:
                 return _difference(f"{shown}: its sha256", _sha256_at(storage, record.path), record.sha256)
             except FileNotFoundError:
                 return f"{shown} is missing"
+            except TrainLitgptError as error:  # such as a path that leaves the folder
+                return f"{shown}: {error.what}"
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for problem in pool.map(read, records):
@@ -188,14 +197,14 @@ def verify(place: Storage, *, key: SSlibKey | None = None, recompute: Recompute 
     return verification
 
 
-def signable_digests(final: Storage) -> dict[str, str]:
+def signable_digests(final: Storage, name: str = FINAL) -> dict[str, str]:
     """Return path to SHA-256 of a collected model's files, each read again. A DataError if one is not as recorded."""
     verification = Verification(final.address())
-    _Model(verification, final, FINAL, None)
+    model = _Model(verification, final, name, None)
     if verification.problems:
         what = f"{final.address()} is not what was collected: {'; '.join(verification.problems)}"
         raise DataError(what, fix="collect the model again")
-    return verification.subjects
+    return model.subjects
 
 
 class _Model:
@@ -205,7 +214,8 @@ class _Model:
         self._verification, self._place, self._shown = verification, place, shown
         self.provenance: Mapping[str, Any] = {}
         """The provenance as `_flat` returns it."""
-        self._subjects: dict[str, str] = {}
+        self.subjects: dict[str, str] = {}
+        """The SHA-256 of each file."""
         self._parameters: Mapping[str, Any] = {}
         """The parameters that config.json has. A release that verifies may have more of them, with their defaults."""
         check, self.manifest = verification.begin("MODEL_FILES", f"files of {shown}"), None
@@ -215,34 +225,38 @@ class _Model:
                 raise DataError(f"{shown}/{MANIFEST} is missing")
             check.records(place, self.manifest.files, f"{shown}/")
             check.strays(place, self.manifest.files, f"{shown}/")
-            self._subjects = {record.path: record.sha256 for record in self.manifest.files if record.sha256}
-            self._subjects[MANIFEST] = _sha256_at(place, MANIFEST)
+            self.subjects = {record.path: record.sha256 for record in self.manifest.files if record.sha256}
+            self.subjects[MANIFEST] = _sha256_at(place, MANIFEST)
             if shown == FINAL:
-                verification.subjects = self._subjects
+                verification.subjects = self.subjects
             self._check_statements(run)
 
     def _check_statements(self, run: Storage | None) -> None:
         check = self._verification.begin("STATEMENTS", f"facts in the statements of {self._shown}")
-        for name, make in ((PROVENANCE, provenance_of), (TEST_RESULT, test_result_of)):
+        statements = (PROVENANCE, PROVENANCE_TYPE, provenance_of), (TEST_RESULT, TEST_RESULT_TYPE, test_result_of)
+        for name, kind, make in statements:
             shown = f"{self._shown}/{name}"
             with check.reading():
                 content = self._place.read(name)
                 stored = _flat(parse_json(content, dict[str, Any], where=shown, fix="collect the model again"))
                 if name == PROVENANCE:
                     self.provenance = stored
-                subjects = [descriptor(path, digest={"sha256": sha256}) for path, sha256 in self._subjects.items()]
+                subjects = [descriptor(path, digest={"sha256": sha256}) for path, sha256 in self.subjects.items()]
                 if run is not None:
                     config = parse_json(run.read(CONFIG), dict[str, Any], where=CONFIG, fix="restore it")
                     self._parameters = _flat(config.get("training"), _TRAINING)
                     made = json.dumps(make(run, self._shown) | {"subject": subjects})
                     self._compare(check, shown, stored, _flat(json.loads(made, parse_constant=str)))
                     continue
-                stated = {path: value for path, value in stored.items() if path.startswith("subject")}
-                self._compare(check, shown, stated, _flat({"subject": subjects}))
-                for path in {*UNLISTED} & {*self._place.list()}:
-                    digest = stored.get(f"predicate.runDetails.byproducts[{FINAL}/{path}].digest.sha256")
-                    if digest is not None:
-                        check.compare(f"{self._shown}/{path}: its sha256", _sha256_at(self._place, path), digest)
+                stated = {path: value for path, value in stored.items() if path.startswith(("_type", "subject", _KIND))}
+                kinds = {"_type": STATEMENT_TYPE, _KIND: kind}
+                self._compare(check, shown, stated, _flat({"subject": subjects, **kinds}))
+                for path in sorted({TEST_RESULT, MODEL_BILL, CROISSANT} & {*self._place.list()}):
+                    folders = (FINAL, FINAL_AVERAGE) * (name == PROVENANCE)
+                    digests = [stored.get(f"{_BYPRODUCTS}[{folder}/{path}].digest.sha256") for folder in folders]
+                    if digests:
+                        expected = next(filter(None, digests), None)
+                        check.compare(f"{self._shown}/{path}: its sha256", _sha256_at(self._place, path), expected)
 
     def _compare(self, check: Check, shown: str, stored: Mapping[str, Any], made: Mapping[str, Any]) -> None:
         """Compare a statement with one that is made again, of what is here."""
@@ -284,8 +298,8 @@ class _Model:
                 signed = verified_digests(place.read(MODEL_SIGNATURE), key)
             except BadSignature as error:
                 raise DataError(f"{shown}/{MODEL_SIGNATURE} was not made by this key: {error}") from error
-            for path in sorted({*self._subjects, *signed}):
-                check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), self._subjects.get(path))
+            for path in sorted({*self.subjects, *signed}):
+                check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), self.subjects.get(path))
 
 
 class _Run:
@@ -295,7 +309,7 @@ class _Run:
     def check(self) -> None:
         final = self._check_model(FINAL)
         self._check_model(FINAL_AVERAGE)
-        spec, rows = self._check_files()
+        spec, rows = self._check_files(final)
         links, sound = self._check_checkpoints(rows)
         model, provenance = None, dict[str, Any]()
         if final is not None:
@@ -304,6 +318,7 @@ class _Run:
         if spec is None:
             self._verification.not_checked.append(f"the dataset and the weights: {CONFIG} cannot be read")
             return
+        self._check_settings(spec)
         arguments, dataset = ["--run", self._run.address()], self._check_dataset(spec, provenance)
         if dataset is not None:
             digested = (row["step"] for row in rows if not {"batch_sha256", "batches_sha256"}.isdisjoint(row))
@@ -327,15 +342,19 @@ class _Run:
     def _check_model(self, name: str) -> _Model | None:
         place = self._run.within(name)
         if not place.list():
-            if name == FINAL:
+            if name == FINAL and self._key is not None:
+                check = self._verification.begin("SIGNATURE", f"signatures of {FINAL} by the public key")
+                check.add(f"there is no {FINAL} that the public key could verify")
+            elif name == FINAL:
                 self._verification.not_checked.append(f"the model: there is no {FINAL}, so it was not collected")
             return None
         model = _Model(self._verification, place, name, self._run)
-        if name == FINAL or place.exists(ATTESTATIONS):
-            model.check_signature(self._key)
+        model.check_signature(self._key)
+        if name != FINAL:
+            self._verification.not_checked.append(f"the weights of {name}: no digest of them is recorded")
         return model
 
-    def _check_files(self) -> tuple[TrainingSpec | None, list[Row]]:
+    def _check_files(self, final: _Model | None) -> tuple[TrainingSpec | None, list[Row]]:
         run, check = self._run, self._verification.begin("RUN_FILES", "files of the run")
         spec, rows, bad = None, list[Row](), damaged_lines()
         with check.reading():
@@ -352,7 +371,30 @@ class _Run:
                 self._verification.not_checked.append(f"the run's {MANIFEST}: there is none, so the run did not end")
             else:
                 check.records(run, manifest.files, "")
+                if final is not None and final.manifest is not None and final.manifest.complete:
+                    self._check_figures(check, manifest, final.manifest)
         return spec, rows
+
+    def _check_figures(self, check: Check, manifest: RunManifest, model: FinalManifest) -> None:
+        for name in ("run", "step", "tokens", "validation_loss"):
+            found, expected = getattr(manifest, name), getattr(model, name)
+            # Another machine, which collected the model again, rounds the loss in another way.
+            if name == "validation_loss" and found is not None and math.isclose(found, expected, rel_tol=1e-3):
+                found = expected
+            check.compare(f"{MANIFEST}: its {name}", found, expected)
+
+    def _check_settings(self, spec: TrainingSpec) -> None:
+        """Compare the settings that decide the model. A replay reads those of an attempt."""
+        check = self._verification.begin("SETTINGS", "settings of attempts and checkpoints")
+        expected = _decisive(spec)
+        for number in attempt_numbers(self._run):
+            attempt = self._run.within(f"{ATTEMPTS}/{number}")
+            if attempt.exists(CONFIG):
+                with check.reading():
+                    _compare_known(check, f"{ATTEMPTS}/{number}/{CONFIG}", _decisive(read_spec(attempt)), expected)
+        for manifest in list_complete(self._run):
+            stored = _flat({"dataset_hash": manifest.dataset_hash, **manifest.config})
+            _compare_known(check, f"{folder_of(manifest.step)}/{MANIFEST}", stored, expected)
 
     def _check_dataset(self, spec: TrainingSpec, provenance: Mapping[str, Any]) -> str | None:
         """Return the address of the dataset if it verifies: the recorded one, or the same folder in this root."""
@@ -406,20 +448,46 @@ class _Run:
             if link.since == 0 and not any(last < start < step for start in starts):
                 check.compare(f"{where}: previous_chain", link.previous, previous)
             links[step], previous, last = link, link.chain, step
+        for before, after in reversed([*pairwise(sorted(links))]):  # a row does not say since when
+            if before not in kept and links[after].previous == links[before].chain:
+                links[before] = links[before].model_copy(update={"since": links[after].since})
         return links, sound
 
     def _check_batches(
         self, spec: TrainingSpec, batches: Sequence[str], rows: Sequence[Row], links: Mapping[int, Link]
     ) -> None:
-        check, chain = self._verification.begin("BATCHES", "batches of the dataset"), Chain()
+        check = self._verification.begin("BATCHES", "batches of the dataset")
+        sums = {link.since: Chain() for link in links.values()}
+        first = max(sums, default=0)
+        if first:
+            why = "an older version recorded no digests"
+            self._verification.not_checked.append(f"the batches up to step {first}: {why}")
         digests = {row["step"]: row["batch_sha256"] for row in rows if "batch_sha256" in row}
         skipped = {row["step"] for row in rows if row["kind"] == "skip"}  # these have no row of a step
         for step, batch in enumerate(batches, 1):
-            if step in digests or (spec.train.log_every == 1 and step not in skipped):
+            if step in digests or (spec.train.log_every == 1 and step not in skipped and step > first):
                 check.compare(f"{METRICS}: batch_sha256 of step {step}", digests.get(step), batch)
-            chain.add(step, batch)
-            if step in links and links[step].since == 0:
-                check.compare(f"{METRICS}: batches_sha256 of step {step}", links[step].batches, chain.batches)
+            for since, chain in sums.items():
+                if step > since:
+                    chain.add(step, batch)
+            if step in links:
+                expected = sums[links[step].since].batches
+                check.compare(f"{METRICS}: batches_sha256 of step {step}", links[step].batches, expected)
+
+
+def _decisive(spec: TrainingSpec) -> dict[str, Any]:
+    """Return path to value of the settings that every attempt of a run has alike."""
+    origin = None
+    if spec.origin is not None:
+        origin = spec.origin.content_hash
+    model = spec.model.model_dump(mode="json", exclude={"init_from"})  # an address, which may be another by now
+    settings = {"model": model, "train": spec.train.shaping_settings()}
+    return _flat({"dataset_hash": spec.dataset_hash, "steps": spec.steps, "origin": origin, **settings})
+
+
+def _compare_known(check: Check, shown: str, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for path in stored.keys() & expected.keys():  # an older version has fewer settings
+        check.compare(f"{shown}: {path}", stored[path], expected[path], source=f"{CONFIG} has")
 
 
 def _link_of(columns: Row) -> Link:

@@ -15,7 +15,7 @@ import torch
 from console_script import Cli
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
-from training_runs import NewRun, TrainElsewhere
+from training_runs import NewRun, TrainElsewhere, train
 
 from launcher.provenance import verification
 from launcher.provenance.statements import write_statements
@@ -179,6 +179,31 @@ def swap_tokens(run: Path) -> None:
     write_statements(open_storage(str(run)))
 
 
+def swap_average(run: Path) -> None:
+    """Put in an averaged model without a signature, with a manifest and statements that agree with it."""
+    ignored = shutil.ignore_patterns("attestations.intoto.jsonl", "model.sig")
+    shutil.copytree(run / "final", run / "final-average", ignore=ignored)
+    edit(run / "final-average/manifest.json", lambda m: m.update(average=True), "manifest")
+    write_statements(open_storage(str(run)), "final-average")
+
+
+def replace_by_a_run(run: Path) -> None:
+    """Leave a folder that looks like a run without a model, which no signature can be of."""
+    for name in ("final", "checkpoints"):
+        shutil.rmtree(run / name)
+    (run / "manifest.json").unlink()
+    (run / "litgpt").mkdir()
+
+
+def change_an_attempt(run: Path) -> None:
+    """A replay would train as this attempt says, and the statements would say what the run's config says."""
+    attempt = run / "attempts/1"
+    attempt.mkdir(parents=True)
+    shutil.copy(run / "config.json", attempt)
+    write_statements(open_storage(str(run)))
+    edit(attempt / "config.json", lambda c: c["training"]["train"].update(learning_rate=0.5))
+
+
 def dataset_file(run: Path, name: str) -> Path:
     return next((run.parents[1] / "datasets").glob(f"*/{name}"))
 
@@ -251,6 +276,29 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: edit(run / STEP / "manifest.json", lambda m: m["link"].update(weights="ab" * 32), "manifest"),
         f"{STEP}/manifest.json: its link's weights_sha256 is abab",
     ),
+    "shards-path": (
+        lambda run: edit(run / STEP / "manifest.json", lambda m: m["files"][0].update(path="../../x"), "manifest"),
+        f"{STEP}/../../x: path '../../x' leaves",
+    ),
+    "shards-settings": (
+        lambda run: edit(
+            run / STEP / "manifest.json", lambda m: m["config"]["train"].update(learning_rate=0.5), "manifest"
+        ),
+        f"{STEP}/manifest.json: train.learning_rate is 0.5, but config.json has 0.02",
+    ),
+    "attempt": (change_an_attempt, "attempts/1/config.json: train.learning_rate is 0.5, but config.json has 0.02"),
+    "run-manifest-with-its-checksum": (
+        lambda run: edit(run / "manifest.json", lambda m: m.update(validation_loss=0.1), "manifest"),
+        "manifest.json: its validation_loss is 0.1",
+    ),
+    "no-model": (replace_by_a_run, "there is no final that the public key could verify"),
+    "average": (swap_average, "final-average/attestations.intoto.jsonl is missing"),
+    "deep-signature": (
+        lambda run: (run / "final/attestations.intoto.jsonl").write_text("[" * 200_000), "is not a DSSE envelope"
+    ),
+    "deep-model-signature": (
+        lambda run: (run / "final/model.sig").write_text("[" * 200_000), "is not a signature of model_signing"
+    ),
 }  # fmt: skip
 
 
@@ -296,6 +344,23 @@ def test_a_copied_model_verifies_without_its_run(run: Path, cli: Cli, keys: Path
     flip(copy / "litgpt/model_config.yaml")
     output = cli("verify", str(copy))
     assert (output.code, "final/litgpt/model_config.yaml: its sha256" in output.err) == (1, True)
+
+
+def test_a_statement_of_another_kind_is_refused(run: Path, cli: Cli, keys: Path, tmp_path: Path) -> None:
+    """The key signed both, and both have the same subjects."""
+    copy = shutil.copytree(run / "final", tmp_path / "model")
+    shutil.copy(copy / "test-result.intoto.json", copy / "provenance.intoto.json")
+    output = cli("verify", str(copy), "--public-key", str(keys / "ours.pub"))
+    assert (output.code, "provenance.intoto.json: predicateType is" in output.err) == (1, True)
+
+
+def test_an_averaged_model_is_signed_too(run: Path, cli: Cli, keys: Path) -> None:
+    swap_average(run)
+    assert cli("sign", str(run), "--key", str(keys / "ours")).code == 0
+    output = cli("verify", str(run), "--public-key", str(keys / "ours.pub"))
+    assert output.code == 0, output
+    assert "15 signatures of final-average" in output.out
+    assert "not checked: the weights of final-average: no digest of them is recorded" in output.out
 
 
 def test_an_encrypted_key_signs_with_its_password(
@@ -426,6 +491,17 @@ def test_a_replay_with_another_loss_is_refused_by_name(run: Path, cli: Cli, repl
     assert "metrics.jsonl: step 10 has a loss of 6.0 and a gradient norm of 1.0 if it is trained again" in output.err
 
 
+def test_a_step_without_figures_is_no_replay(
+    run: Path, cli: Cli, replayed: list[ReplayPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes a row's loss and norm leaves nothing to compare."""
+    bare = ReplayedStep(step=12, recorded_loss=None, loss=5.0, recorded_grad_norm=None, grad_norm=1.0)
+    result = Replay(run="finished", began_at=8, world_size=1, device="cpu", steps=(bare,), samples=())
+    monkeypatch.setattr("launcher.provenance.replays.replay_here", lambda plan, **_: result)
+    output = cli("verify", str(run), "--replay", "9")
+    assert (output.code, "step 12 was drawn, and its loss and gradient norm could not be" in output.err) == (1, True)
+
+
 def test_a_run_without_a_step_to_replay_is_refused(run: Path, cli: Cli, replayed: list[ReplayPlan]) -> None:
     shutil.rmtree(run / "checkpoints/step-00000008")
     output = cli("verify", str(run), "--replay", "1")
@@ -507,3 +583,19 @@ def test_a_run_that_moved_to_other_ranks_verifies(new_run: NewRun, train_elsewhe
     assert output.code == 0, output
     for line in ("2 digests of weights", "15 batches of the dataset", "not checked: the model: there is no final"):
         assert line in output.out
+
+
+def test_a_run_that_an_older_version_began_verifies(new_run: NewRun, train_elsewhere: TrainElsewhere, cli: Cli) -> None:
+    """It recorded no digests before step 4, and the first checkpoints with digests are pruned."""
+    run = new_run("older", keep_last=1, max_steps=16)
+    assert train_elsewhere((run, 1, 8)) == [[-9]]
+    names = {"batch_sha256", "weights_sha256", "batches_sha256", "previous_chain", "chain_sha256"}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: row[name] for name in row.keys() - names} for row in rows]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in run.glob("checkpoints/*/manifest.json"):
+        edit(path, lambda m: m.update(link=None), "manifest")
+    train(run)
+    output = cli("verify", str(run))
+    assert output.code == 0, output
+    assert "not checked: the batches up to step 4: an older version recorded no digests" in output.out
