@@ -664,7 +664,7 @@ def sign(
     signer = signing.load_signer(key, os.environ.get(signing.KEY_PASSWORD))
     run, written = _folder(target, root), list[str]()
     names = [name for name in (FINAL, FINAL_AVERAGE) if name == FINAL or run.within(name).list()]
-    digests = {name: verification.signable_digests(run.within(name), name) for name in names}
+    digests = {name: verification.signable_digests(run, name) for name in names}
     for name, of_files in digests.items():
         final = run.within(name)
         manifest = read_manifest(final, FinalManifest)

@@ -72,6 +72,7 @@ _DEPENDENCIES = "predicate.buildDefinition.resolvedDependencies"
 _RESOURCE = re.compile(r"predicate\.(?:buildDefinition\.resolvedDependencies|configuration)(\[[^\]]*\])")
 _TRAINING = "predicate.buildDefinition.externalParameters.training"
 _WRITER = "predicate.runDetails.builder.version"  # a later release may verify
+_MOST_SHOWN = 20  # problems in one error
 _AT_ONCE = 4  # files that are read in parallel
 
 
@@ -192,17 +193,22 @@ def verify(place: Storage, *, key: SSlibKey | None = None, recompute: Recompute 
     else:
         model = _Model(verification, place, FINAL, None)
         model.check_signature(key)
-        _check_weights(verification, recompute, [], place.address(), model.provenance.get(_WEIGHTS_STATED), {})
+        stated = model.provenance.get(_WEIGHTS_STATED)
+        if model.manifest is not None and model.manifest.average:  # the chain has those that were averaged
+            stated = None
+        _check_weights(verification, recompute, [], place.address(), stated, {})
         verification.not_checked.append("config, metrics, checkpoints and dataset: give the folder of the run")
     return verification
 
 
-def signable_digests(final: Storage, name: str = FINAL) -> dict[str, str]:
-    """Return path to SHA-256 of a collected model's files, each read again. A DataError if one is not as recorded."""
+def signable_digests(run: Storage, name: str = FINAL) -> dict[str, str]:
+    """Return path to SHA-256 of a collected model's files, each read again. A DataError if one is not as recorded, or a
+    statement says something else than the run."""
+    final = run.within(name)
     verification = Verification(final.address())
-    model = _Model(verification, final, name, None)
+    model = _Model(verification, final, name, run)
     if verification.problems:
-        what = f"{final.address()} is not what was collected: {'; '.join(verification.problems)}"
+        what = f"{final.address()} is not what was collected: {'; '.join(verification.problems[:_MOST_SHOWN])}"
         raise DataError(what, fix="collect the model again")
     return model.subjects
 

@@ -361,6 +361,9 @@ def test_an_averaged_model_is_signed_too(run: Path, cli: Cli, keys: Path) -> Non
     assert output.code == 0, output
     assert "15 signatures of final-average" in output.out
     assert "not checked: the weights of final-average: no digest of them is recorded" in output.out
+    output = cli("verify", str(run / "final-average"), "--public-key", str(keys / "ours.pub"))
+    assert output.code == 0, output
+    assert "not checked: the weights: no digest of them is recorded" in output.out
 
 
 def test_an_encrypted_key_signs_with_its_password(
@@ -406,6 +409,15 @@ def test_a_changed_model_is_not_signed(run: Path, cli: Cli, keys: Path) -> None:
     flip(run / "final/litgpt/lit_model.pth")
     output = cli("sign", str(run), "--key", str(keys / "ours"))
     assert (output.code, "final/litgpt/lit_model.pth: its sha256 is" in output.err) == (DATA, True)
+    assert not (run / "final/model.sig").exists()
+
+
+def test_a_changed_statement_is_not_signed(run: Path, cli: Cli, keys: Path) -> None:
+    """Its files are those that were collected, and it says something else of the run."""
+    (run / "final/model.sig").unlink()
+    edit(run / "final/provenance.intoto.json", lambda s: parameters(s).update(learning_rate=1.0))
+    output = cli("sign", str(run), "--key", str(keys / "ours"))
+    assert (output.code, "train.learning_rate is 1.0, but the files give 0.02" in output.err) == (DATA, True)
     assert not (run / "final/model.sig").exists()
 
 
