@@ -46,7 +46,7 @@ from launcher.runs.run import RunManifest
 from litgpt_demo import PYTHON
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import verify_dataset
-from litgpt_demo.documents import FileRecord, parse_json, read_manifest
+from litgpt_demo.documents import MOST_BYTES, FileRecord, parse_json, read_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, fault_of_exit_code
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.export.digests import RecomputedDigests
@@ -291,7 +291,7 @@ class _Model:
             return
         check = self._verification.begin("SIGNATURE", f"signatures of {shown} by the public key")
         with check.reading():
-            statements, reason = verified_statements(place.read(ATTESTATIONS), key)
+            statements, reason = verified_statements(place.read(ATTESTATIONS, most=MOST_BYTES), key)
             for name in (PROVENANCE, TEST_RESULT):
                 problem = None
                 if place.read(name) not in statements:
@@ -301,7 +301,7 @@ class _Model:
             return
         with check.reading():
             try:
-                signed = verified_digests(place.read(MODEL_SIGNATURE), key)
+                signed = verified_digests(place.read(MODEL_SIGNATURE, most=MOST_BYTES), key)
             except BadSignature as error:
                 raise DataError(f"{shown}/{MODEL_SIGNATURE} was not made by this key: {error}") from error
             for path in sorted({*self.subjects, *signed}):
