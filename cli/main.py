@@ -662,13 +662,17 @@ def sign(
     TRAIN_LITGPT_KEY_PASSWORD opens a key that is encrypted.
     """
     signer = signing.load_signer(key, os.environ.get(signing.KEY_PASSWORD))
-    final = _folder(target, root).within(FINAL)
-    name, digests = verification.signable_model(final)
-    written = [final.address(path) for path in signing.sign(final, name, digests, signer)]
-    _print_json({"run": name, "files": len(digests), "signatures": written})
+    run, written = _folder(target, root), list[str]()
+    names = [name for name in (FINAL, FINAL_AVERAGE) if name == FINAL or run.within(name).list()]
+    models = {name: verification.signable_model(run, name) for name in names}
+    for name, (title, digests) in models.items():
+        final = run.within(name)
+        written += [final.address(path) for path in signing.sign(final, title, digests, signer)]
+    files = sum(len(digests) for _, digests in models.values())
+    _print_json({"run": run.address().rpartition("/")[2], "files": files, "signatures": written})
     for address in written:
         _say(f"[green]✓[/] {escape(address)}")
-    if final.address(signing.MODEL_SIGNATURE) not in written:
+    if signer.public_key.keytype != "ecdsa":
         _print_notes(f"there is no {signing.MODEL_SIGNATURE}, because model_signing takes no Ed25519 key")
 
 
@@ -706,7 +710,7 @@ def verify(
     if output is not None and output.absolute().is_relative_to(place.local_path() or "/dev/null"):
         raise ConfigProblem(f"--output={output} is inside of what is verified; name a file elsewhere")
     with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
-        plans = list[ReplayPlan]()
+        plans, steps = list[ReplayPlan](), list[int]()
         if replay:  # steps that cannot be replayed here are refused at once
             if seed is None:
                 seed = secrets.randbits(32)
@@ -715,7 +719,7 @@ def verify(
         with console.status("verifying"):
             result = verification.verify(place, key=key)
             if plans:
-                check_replays(result, plans, on_warning=_print_notes)
+                check_replays(result, plans, steps, on_warning=_print_notes)
     if output is not None:
         with translate_os_errors(str(output)):
             output.write_text(json.dumps(result.statement(), indent=1) + "\n", encoding="utf-8")

@@ -33,12 +33,17 @@ def draw_replays(run: Storage, count: int, results: Storage, *, seed: int) -> tu
     return drawn, [plan_replay(run, f"{span[0]}-{span[-1]}", results=results) for span in spans.values()]
 
 
-def check_replays(verification: Verification, plans: list[ReplayPlan], *, on_warning: Callable[[str], object]) -> None:
-    """Replay, and compare the loss and the gradient norm of each step with the recorded ones."""
-    check, equal = verification.begin("REPLAY", ""), 0
+def check_replays(
+    verification: Verification, plans: list[ReplayPlan], drawn: list[int], *, on_warning: Callable[[str], object]
+) -> None:
+    """Replay, and compare the loss and the gradient norm of each step with the recorded ones. Each of the drawn steps
+    needs both."""
+    check, equal, missing = verification.begin("REPLAY", ""), 0, {*drawn}
     for plan in plans:
         with check.reading():
             for step in replay_here(plan, on_warning=on_warning).steps:
+                if None not in step.differences:
+                    missing.discard(step.step)
                 difference = step.largest_difference
                 if difference is None:  # between the steps that were drawn: one without an update has no row
                     continue
@@ -47,4 +52,7 @@ def check_replays(verification: Verification, plans: list[ReplayPlan], *, on_war
                 recorded = f"{step.recorded_loss} and {step.recorded_grad_norm} are recorded"
                 problem = f"{METRICS}: step {step.step} has {figures} if it is trained again, but {recorded}"
                 check.require(difference <= plan.tolerance, problem)
+    for number in sorted(missing):
+        problem = f"{METRICS}: step {number} was drawn, and its loss and gradient norm could not be compared"
+        check.require(False, problem)
     check.what = f"steps trained again, {equal} of them equal bit for bit"

@@ -167,7 +167,7 @@ def verified_digests(content: bytes, key: SSlibKey) -> dict[str, str]:
         digests = {resource["name"]: resource["digest"] for resource in resources}
         is_whole = statement["subject"][0]["digest"]["sha256"] == _root_digest(resources)
         hint, kind = bundle["verificationMaterial"]["publicKey"]["hint"], bundle["mediaType"]
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise BadSignature("it is not a signature of model_signing") from error
     if not is_whole or kind != _BUNDLE_TYPE or hint != _hint(key):
         raise BadSignature("model_signing would not accept its type, its key or its subject")
@@ -181,7 +181,7 @@ def _verified(line: bytes, key: SSlibKey) -> bytes:
     try:
         envelope = Envelope.from_dict(json.loads(line))
         is_canonical = envelope.to_dict() == json.loads(line)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadSignature("a line of it is not a DSSE envelope") from error
     if envelope.payload_type != _PAYLOAD_TYPE or not is_canonical:
         raise BadSignature("an envelope of it does not hold an in-toto statement")

@@ -73,7 +73,7 @@ def write_statements(run: Storage, place: str = FINAL) -> tuple[FileRecord, ...]
     documents = {MODEL_BILL: model_bill_of(run, final), CROISSANT: croissant_of(run)}
     written = [_write(run, f"{place}/{name}", content) for name, content in documents.items() if content is not None]
     # Last, because it has the digests of the others.
-    for name, make in STATEMENTS.items():
+    for name, (_, make) in STATEMENTS.items():
         written.append(_write(run, f"{place}/{name}", make(run, place)))
     if place == FINAL:
         renew_manifest(run, (*models_of(final), *written))
@@ -140,8 +140,8 @@ def test_result_of(run: Storage, place: str = FINAL) -> dict[str, Any]:  # noqa:
     return _statement(run, place, final, TEST_RESULT_TYPE, predicate)
 
 
-STATEMENTS = {TEST_RESULT: test_result_of, PROVENANCE: provenance_of}
-"""What makes each statement, in the order of their writing: the provenance has the digest of the other."""
+STATEMENTS = {TEST_RESULT: (TEST_RESULT_TYPE, test_result_of), PROVENANCE: (PROVENANCE_TYPE, provenance_of)}
+"""The type of each predicate and what makes it, in the order of their writing: the last has the digest of the other."""
 _OUTCOMES = ("FAILED", "WARNED", "PASSED")
 
 

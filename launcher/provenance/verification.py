@@ -6,6 +6,7 @@ cannot be checked from here are listed apart, and never count as verified.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from launcher.formatting import shown
-from launcher.provenance.dependencies import dataset_dependencies, digest_of, recorded_digest
+from launcher.provenance.dependencies import attempt_numbers, dataset_dependencies, digest_of, recorded_digest
 from launcher.provenance.metadata import CROISSANT, MODEL_BILL
 from launcher.provenance.signing import (
     ATTESTATIONS,
@@ -37,11 +38,11 @@ from launcher.provenance.statements import (
 from launcher.runs.run import RunManifest
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.data.dataset import verify_dataset
-from litgpt_demo.documents import FileRecord, parse_json, read_manifest
+from litgpt_demo.documents import MOST_BYTES, FileRecord, parse_json, read_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import Row, damaged_lines
-from litgpt_demo.runs import CONFIG, FINAL, FINAL_AVERAGE, METRICS, read_metrics, read_spec
+from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, FINAL_AVERAGE, METRICS, read_metrics, read_spec
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.training.chain import NO_LINK, Chain, Link
 from litgpt_demo.training.checkpoints import folder_of, list_complete
@@ -55,6 +56,7 @@ _BYPRODUCTS = "predicate.runDetails.byproducts"
 _DEPENDENCIES = "predicate.buildDefinition.resolvedDependencies"
 _RESOURCE = re.compile(r"predicate\.(?:buildDefinition\.resolvedDependencies|configuration)\[[^\]]*\]")
 _WRITER = "predicate.runDetails.builder.version"  # a later release may verify
+_MOST_SHOWN = 20  # problems in one error
 _AT_ONCE = 4  # files that are read in parallel
 
 
@@ -68,6 +70,10 @@ class Check:
     count: int = 0
     """The number of items that were compared."""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.count and not self.problems
 
     def require(self, holds: bool, problem: str) -> None:
         """Count an item, which has this problem unless it holds."""
@@ -85,9 +91,12 @@ class Check:
 
         def digest(record: FileRecord) -> str | None:
             with suppress(FileNotFoundError):
-                if record.sha256:
-                    return digest_of(storage, record.path)["sha256"]
-                return storage.stat(record.path).crc32c
+                try:
+                    if record.sha256:
+                        return digest_of(storage, record.path)["sha256"]
+                    return storage.stat(record.path).crc32c
+                except TrainLitgptError as error:  # such as a path that leaves the folder
+                    return f"unreadable ({error.what})"
             return None
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -101,6 +110,11 @@ class Check:
         self.files(storage, records, f"{title}/")
         strays = {*storage.list()} - {record.path for record in records} - {MANIFEST, *UNLISTED}
         self.problems += [f"{title}/{path} is not in its manifest" for path in sorted(strays)]
+
+    def settings(self, what: str, stored: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+        """Compare the settings that both have."""
+        for path in stored.keys() & expected.keys():
+            self.compare(f"{what}: {path}", stored[path], expected[path], source=f"{CONFIG} has")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -161,19 +175,25 @@ def verify(place: Storage, *, key: SSlibKey | None = None) -> Verification:
         model = _Model(verification, place, FINAL, None)
         model.check_signature(key)
         recorded = model.provenance.get(f"{_BYPRODUCTS}[chain].annotations.weights_sha256")
+        if model.manifest is not None and model.manifest.average:  # the chain has those that were averaged
+            recorded = None
         model.check_weights(verification.begin("WEIGHTS", "digests of weights"), recorded)
         verification.not_checked.append("config, metrics, checkpoints and dataset: give the folder of the run")
-    verification.checks = [check for check in verification.checks if check.count]
+    verification.not_checked += [check.what for check in verification.checks if check.is_empty]
+    verification.checks = [check for check in verification.checks if not check.is_empty]
     return verification
 
 
-def signable_model(final: Storage) -> tuple[str, dict[str, str]]:
-    """Return the run of a collected model, and path to SHA-256 of its files, each read again. A DataError if one is not
-    as recorded."""
-    verification = Verification(final.address())
-    model = _Model(verification, final, FINAL, None)
+def signable_model(run: Storage, name: str = FINAL) -> tuple[str, dict[str, str]]:
+    """Return the run of a collected model, and path to SHA-256 of its files, each read again.
+
+    A DataError if a file is not as recorded, or a statement says something else than the run.
+    """
+    place = run.within(name)
+    verification = Verification(place.address())
+    model = _Model(verification, place, name, run)
     if model.manifest is None or verification.problems:
-        what = f"{final.address()} is not what was collected: {'; '.join(verification.problems)}"
+        what = f"{place.address()} is not what was collected: {'; '.join(verification.problems[:_MOST_SHOWN])}"
         raise DataError(what, fix="collect the model again")
     return model.manifest.run, model.digests
 
@@ -203,7 +223,7 @@ class _Model:
 
     def _check_statements(self) -> None:
         check = self._verification.begin("STATEMENTS", f"facts in the statements of {self._shown}")
-        for name, make in STATEMENTS.items():
+        for name, (kind, make) in STATEMENTS.items():
             shown = f"{self._shown}/{name}"
             with check.reading():
                 content = self._place.read(name)
@@ -213,13 +233,19 @@ class _Model:
                 if self._run is not None:
                     self._compare(check, shown, stored, _flat(make(self._run, self._shown)))
                     continue
-                made = _flat({"subject": self._subjects})
-                for path in (MODEL_BILL, CROISSANT, TEST_RESULT):
-                    fact = f"{_BYPRODUCTS}[{FINAL}/{path}].digest.sha256"
-                    if fact in stored:
-                        made[fact] = digest_of(self._place, path)["sha256"]
-                shown_here = {fact for fact in stored if fact in made or fact.startswith("subject")}
-                self._compare(check, shown, {fact: stored[fact] for fact in shown_here}, made)
+                made = _flat({"_type": STATEMENT_TYPE, "predicateType": kind, "subject": self._subjects})
+                if name == PROVENANCE:
+                    made |= self._byproducts()
+                stored = {fact: value for fact, value in stored.items() if fact in made or fact.startswith("subject")}
+                self._compare(check, shown, stored, made)
+
+    def _byproducts(self) -> dict[str, str]:
+        folder = FINAL
+        if self.manifest is not None and self.manifest.average:
+            folder = FINAL_AVERAGE
+        paths = {TEST_RESULT, MODEL_BILL, CROISSANT} & {*self._place.list()}
+        digests = {path: digest_of(self._place, path)["sha256"] for path in sorted(paths)}
+        return {f"{_BYPRODUCTS}[{folder}/{path}].digest.sha256": digest for path, digest in digests.items()}
 
     def _compare(self, check: Check, shown: str, stored: Mapping[str, Any], made: Mapping[str, Any]) -> None:
         stated, found = ({match[0] for match in map(_RESOURCE.match, facts) if match} for facts in (stored, made))
@@ -242,7 +268,7 @@ class _Model:
             return
         check = self._verification.begin("SIGNATURE", f"signatures of {shown} by the public key")
         with check.reading():
-            statements, reason = verified_statements(place.read(ATTESTATIONS), key)
+            statements, reason = verified_statements(place.read(ATTESTATIONS, most=MOST_BYTES), key)
             for name in STATEMENTS:
                 problem = f"{shown}/{ATTESTATIONS} has no signature of {name} as it is now: {reason}"
                 check.require(place.read(name) in statements, problem)
@@ -250,7 +276,7 @@ class _Model:
             return
         with check.reading():
             try:
-                signed = verified_digests(place.read(MODEL_SIGNATURE), key)
+                signed = verified_digests(place.read(MODEL_SIGNATURE, most=MOST_BYTES), key)
             except BadSignature as error:
                 raise DataError(f"{shown}/{MODEL_SIGNATURE} was not made by this key: {error}") from error
             for path in sorted({*self.digests, *signed}):
@@ -273,8 +299,8 @@ class _Run:
 
     def check(self) -> None:
         final = self._check_model(FINAL)
-        self._check_model(FINAL_AVERAGE)
-        spec, rows = self._check_files()
+        average = self._check_model(FINAL_AVERAGE)
+        spec, rows = self._check_files(final)
         sound = self._check_checkpoints()
         chain = self._verification.begin("CHAIN", "links of the chain of checkpoints")
         links, weights = self._check_chain(chain, rows), self._verification.begin("WEIGHTS", "digests of weights")
@@ -282,9 +308,12 @@ class _Run:
             end = links.get(final.manifest.step)
             chain.compare(f"{FINAL}/{MANIFEST}: its chain", final.manifest.chain, getattr(end, "chain", None))
             final.check_weights(weights, getattr(end, "weights", None))
+        if average is not None:
+            average.check_weights(weights, None)
         if spec is None:
             self._verification.not_checked.append(f"the dataset and the checkpoints: {CONFIG} cannot be read")
             return
+        self._check_settings(spec)
         self._check_weights(weights, {step: links[step].weights for step in sound if step in links})
         dataset = self._check_dataset(spec, final)
         if dataset is not None:
@@ -293,15 +322,17 @@ class _Run:
     def _check_model(self, name: str) -> _Model | None:
         place = self._run.within(name)
         if not place.list():
-            if name == FINAL:
+            if name == FINAL and self._key is not None:
+                check = self._verification.begin("SIGNATURE", f"signatures of {FINAL} by the public key")
+                check.require(False, f"there is no {FINAL} that the public key could verify")
+            elif name == FINAL:
                 self._verification.not_checked.append(f"the model: there is no {FINAL}, so it was not collected")
             return None
         model = _Model(self._verification, place, name, self._run)
-        if name == FINAL or place.exists(ATTESTATIONS):
-            model.check_signature(self._key)
+        model.check_signature(self._key)
         return model
 
-    def _check_files(self) -> tuple[TrainingSpec | None, list[Row]]:
+    def _check_files(self, final: _Model | None) -> tuple[TrainingSpec | None, list[Row]]:
         run, check = self._run, self._verification.begin("RUN_FILES", "files of the run")
         spec, bad = None, damaged_lines()
         with check.reading():
@@ -315,7 +346,29 @@ class _Run:
                 self._verification.not_checked.append(f"the run's {MANIFEST}: there is none, so the run did not end")
             else:
                 check.files(run, manifest.files)
+                if final is not None and final.manifest is not None and final.manifest.complete:
+                    self._check_figures(check, manifest, final.manifest)
         return spec, rows
+
+    def _check_figures(self, check: Check, manifest: RunManifest, model: FinalManifest) -> None:
+        for name in ("run", "step", "tokens", "validation_loss"):
+            found, expected = getattr(manifest, name), getattr(model, name)
+            # Another machine, which collected the model again, rounds the loss in another way.
+            if name == "validation_loss" and found is not None and math.isclose(found, expected, rel_tol=1e-3):
+                found = expected
+            check.compare(f"{MANIFEST}: its {name}", found, expected)
+
+    def _check_settings(self, spec: TrainingSpec) -> None:
+        """Compare the settings that decide the model. A replay reads those of an attempt."""
+        check, decisive = self._verification.begin("SETTINGS", "settings of attempts and checkpoints"), _decisive(spec)
+        for number in attempt_numbers(self._run):
+            attempt = self._run.within(f"{ATTEMPTS}/{number}")
+            if attempt.exists(CONFIG):
+                with check.reading():
+                    check.settings(f"{ATTEMPTS}/{number}/{CONFIG}", _decisive(read_spec(attempt)), decisive)
+        for manifest in list_complete(self._run):
+            stored = _flat({"dataset_hash": manifest.dataset_hash, **manifest.config})
+            check.settings(f"{folder_of(manifest.step)}/{MANIFEST}", stored, decisive)
 
     def _check_checkpoints(self) -> list[int]:
         """Return the steps of the checkpoints whose files are as recorded."""
@@ -395,6 +448,14 @@ class _Run:
                 chain.add(step, batch)
                 if step in links:
                     check.compare(f"{METRICS}: batches_sha256 of step {step}", links[step].batches, chain.batches)
+
+
+def _decisive(spec: TrainingSpec) -> dict[str, Any]:
+    """Return path to value of the settings that every attempt of a run has alike."""
+    model = spec.model.model_dump(mode="json", exclude={"init_from"})  # an address, which may be another by now
+    settings = {"model": model, "train": spec.train.shaping_settings()}
+    origin = getattr(spec.origin, "content_hash", None)
+    return _flat({"dataset_hash": spec.dataset_hash, "steps": spec.steps, "origin": origin, **settings})
 
 
 def _link_of(columns: Row) -> Link:

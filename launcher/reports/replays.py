@@ -70,7 +70,7 @@ def html(replay: Replay, tolerance: float) -> str:
     """Return one page that needs nothing but itself."""
     return template("replay.html").render(
         title=replay.run,
-        equal=is_equal(replay, tolerance),
+        equal=replay.largest_difference is not None and is_equal(replay, tolerance),
         verdict=verdict(replay, tolerance),
         rows=table(replay),
         last=f"{replay.steps[-1].step:,}",

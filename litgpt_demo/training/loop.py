@@ -129,6 +129,7 @@ class Loop:
             self._sampler = Sampler(training)
         self._skips_in_a_row = 0
         self.done = 0
+        self._validation_loss: float | None = None  # of the step `done`, if it was evaluated
         self.stop_reason: str | None = None
         """The reason why it ended before the last step, if it did."""
 
@@ -170,12 +171,12 @@ class Loop:
                 # A preempted process has little time: the next attempt evaluates.
                 should_evaluate = stop_reason == "max_time"
                 should_sample = should_evaluate
-            validation_loss = self._observe(should_evaluate=should_evaluate, should_sample=should_sample)
+            self._validation_loss = self._observe(should_evaluate=should_evaluate, should_sample=should_sample)
             if should_save or is_last or self.stop_reason:
                 training.heart.beat(self.done, "saving", max_silence=timeouts.STATE_TRANSFER)
                 if self.stop_reason == "max_time":  # the clock of another rank reached the limit a moment earlier
                     timer.previous += max(0.0, limit - timer.seconds)
-                self._report.pause(self._saver.save(self.done, validation_loss))
+                self._report.pause(self._saver.save(self.done, self._validation_loss))
             if self.stop_reason:
                 self._report.row(kind="leave", step=self.done, why=self.stop_reason)
                 return
@@ -194,7 +195,7 @@ class Loop:
         self.stop_reason = "preempted"
         if self.done > first and self.done % self._training.spec.train.checkpoint_every != 0:  # else it is saved
             self._training.heart.beat(self.done, "saving", max_silence=timeouts.STATE_TRANSFER)
-            self._report.pause(self._saver.save(self.done, None))
+            self._report.pause(self._saver.save(self.done, self._validation_loss))
         self._report.row(kind="leave", step=self.done, why=self.stop_reason)
 
     def _collect(self, *, wait: bool) -> str | None:

@@ -81,8 +81,10 @@ def train_step(
         total += loss.detach()
     norm: Tensor | None
     if train.clip_norm is None:
-        fabric.strategy.precision.unscale_gradients(training.optimizer)
-        norm = get_total_norm(weight.grad for weight in module.parameters() if weight.grad is not None)
+        # Of the optimizer itself: after its wrapper the scaler would divide by the scale once more.
+        optimizer, precision = training.optimizer.optimizer, fabric.strategy.precision
+        precision.unscale_gradients(optimizer)
+        norm = get_total_norm(weight.grad for weight in precision.main_params(optimizer) if weight.grad is not None)
     else:
         limit = train.clip_norm
         norm = fabric.clip_gradients(training.model, training.optimizer, max_norm=limit, error_if_nonfinite=False)

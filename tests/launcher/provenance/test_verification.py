@@ -165,6 +165,31 @@ def swap_tokens(run: Path) -> None:
     write_statements(open_storage(str(run)))
 
 
+def swap_average(run: Path) -> None:
+    """Put in an averaged model without a signature, with a manifest and statements that agree with it."""
+    ignored = shutil.ignore_patterns("attestations.intoto.jsonl", "model.sig")
+    shutil.copytree(run / "final", run / "final-average", ignore=ignored)
+    edit(run / "final-average/manifest.json", lambda m: m.update(average=True), "manifest")
+    write_statements(open_storage(str(run)), "final-average")
+
+
+def replace_by_a_run(run: Path) -> None:
+    """Leave a folder that looks like a run without a model, which no signature can be of."""
+    for name in ("final", "checkpoints"):
+        shutil.rmtree(run / name)
+    (run / "manifest.json").unlink()
+    (run / "litgpt").mkdir()
+
+
+def change_an_attempt(run: Path) -> None:
+    """A replay would train as this attempt says, and the statements would say what the run's config says."""
+    attempt = run / "attempts/1"
+    attempt.mkdir(parents=True)
+    shutil.copy(run / "config.json", attempt)
+    write_statements(open_storage(str(run)))
+    edit(attempt / "config.json", lambda c: c["training"]["train"].update(learning_rate=0.5))
+
+
 def dataset_file(run: Path, name: str) -> Path:
     return next((run.parents[1] / "datasets").glob(f"*/{name}"))
 
@@ -237,6 +262,29 @@ FORGERIES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: edit(run / STEP / "manifest.json", lambda m: m["link"].update(weights="ab" * 32), "manifest"),
         f"{STEP}/manifest.json: its link's weights_sha256 is abab",
     ),
+    "shards-path": (
+        lambda run: edit(run / STEP / "manifest.json", lambda m: m["files"][0].update(path="../../x"), "manifest"),
+        f"{STEP}/../../x: its crc32c is unreadable (path '../../x' leaves",
+    ),
+    "shards-settings": (
+        lambda run: edit(
+            run / STEP / "manifest.json", lambda m: m["config"]["train"].update(learning_rate=0.5), "manifest"
+        ),
+        f"{STEP}/manifest.json: train.learning_rate is 0.5, but config.json has 0.02",
+    ),
+    "attempt": (change_an_attempt, "attempts/1/config.json: train.learning_rate is 0.5, but config.json has 0.02"),
+    "run-manifest-with-its-checksum": (
+        lambda run: edit(run / "manifest.json", lambda m: m.update(validation_loss=0.1), "manifest"),
+        "manifest.json: its validation_loss is 0.1",
+    ),
+    "no-model": (replace_by_a_run, "there is no final that the public key could verify"),
+    "average": (swap_average, "final-average/attestations.intoto.jsonl is missing"),
+    "deep-signature": (
+        lambda run: (run / "final/attestations.intoto.jsonl").write_text("[" * 200_000), "is not a DSSE envelope"
+    ),
+    "deep-model-signature": (
+        lambda run: (run / "final/model.sig").write_text("[" * 200_000), "is not a signature of model_signing"
+    ),
 }  # fmt: skip
 
 
@@ -284,6 +332,26 @@ def test_a_copied_model_verifies_without_its_run(run: Path, cli: Cli, keys: Path
     assert (output.code, "final/litgpt/model_config.yaml: its sha256" in output.err) == (1, True)
 
 
+def test_a_statement_of_another_kind_is_refused(run: Path, cli: Cli, keys: Path, tmp_path: Path) -> None:
+    """The key signed both, and both have the same subjects."""
+    copy = shutil.copytree(run / "final", tmp_path / "model")
+    shutil.copy(copy / "test-result.intoto.json", copy / "provenance.intoto.json")
+    output = cli("verify", str(copy), "--public-key", str(keys / "ours.pub"))
+    assert (output.code, "provenance.intoto.json: predicateType is" in output.err) == (1, True)
+
+
+def test_an_averaged_model_is_signed_too(run: Path, cli: Cli, keys: Path) -> None:
+    swap_average(run)
+    assert cli("sign", str(run), "--key", str(keys / "ours")).code == 0
+    output = cli("verify", str(run), "--public-key", str(keys / "ours.pub"))
+    assert output.code == 0, output
+    assert "15 signatures of final-average" in output.out
+    assert "not checked: the weights of final-average: no digest of them is recorded" in output.out
+    output = cli("verify", str(run / "final-average"), "--public-key", str(keys / "ours.pub"))
+    assert output.code == 0, output
+    assert "not checked: the weights of final: no digest of them is recorded" in output.out
+
+
 def test_an_encrypted_key_signs_with_its_password(
     run: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,6 +395,15 @@ def test_a_changed_model_is_not_signed(run: Path, cli: Cli, keys: Path) -> None:
     flip(run / "final/litgpt/lit_model.pth")
     output = cli("sign", str(run), "--key", str(keys / "ours"))
     assert (output.code, "final/litgpt/lit_model.pth: its sha256 is" in output.err) == (DATA, True)
+    assert not (run / "final/model.sig").exists()
+
+
+def test_a_changed_statement_is_not_signed(run: Path, cli: Cli, keys: Path) -> None:
+    """Its files are those that were collected, and it says something else of the run."""
+    (run / "final/model.sig").unlink()
+    edit(run / "final/provenance.intoto.json", lambda s: parameters(s).update(learning_rate=1.0))
+    output = cli("sign", str(run), "--key", str(keys / "ours"))
+    assert (output.code, "train.learning_rate is 1.0, but the files give 0.02" in output.err) == (DATA, True)
     assert not (run / "final/model.sig").exists()
 
 
@@ -410,6 +487,17 @@ def test_a_replay_with_another_loss_is_refused_by_name(run: Path, cli: Cli, repl
     assert output.code == 1
     assert "replaying the steps 9, 10, 11, 12, drawn with --seed" in output.err, "all that follow a checkpoint"
     assert "metrics.jsonl: step 10 has a loss of 6.0 and a gradient norm of 1.0 if it is trained again" in output.err
+
+
+def test_a_step_without_figures_is_no_replay(
+    run: Path, cli: Cli, replayed: list[ReplayPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever removes a row's loss and norm leaves nothing to compare."""
+    bare = ReplayedStep(step=12, recorded_loss=None, loss=5.0, recorded_grad_norm=None, grad_norm=1.0)
+    result = Replay(run="finished", began_at=8, world_size=1, device="cpu", steps=(bare,), samples=())
+    monkeypatch.setattr("launcher.provenance.replays.replay_here", lambda plan, **_: result)
+    output = cli("verify", str(run), "--replay", "9")
+    assert (output.code, "step 12 was drawn, and its loss and gradient norm could not be" in output.err) == (1, True)
 
 
 def test_a_run_without_a_step_to_replay_is_refused(run: Path, cli: Cli, replayed: list[ReplayPlan]) -> None:

@@ -130,6 +130,30 @@ def test_an_overflow_of_scaled_losses_is_no_failure(new_run: NewRun) -> None:
     again.feed.close()
 
 
+@pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+def test_without_clipping_the_update_is_as_below_the_limit(new_run: NewRun, precision: str) -> None:
+    """Scaled gradients are divided by the scale once."""
+    weights, norms = [], []
+    for limit in (None, 1e9):
+        run = open_storage(str(new_run(f"limit-{limit}", precision=precision, clip_norm=limit)))
+        spec, plugins = read_spec(run), list[MixedPrecision]()
+        if precision == "16-mixed":
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            plugins.append(MixedPrecision("16-mixed", device="cpu", scaler=scaler))
+        scratch = scratch_of(run, 0)
+        data, fabric = (
+            open_data(spec, stage(spec.dataset, scratch)),
+            Fabric(accelerator="cpu", devices=1, plugins=plugins),
+        )
+        training = set_up(spec, data, fabric, run, scratch)
+        stats = [train_step(training, step) for step in range(3)]
+        training.feed.close()
+        norms.append([float(each.norm) for each in stats if each is not None])
+        weights.append(list(training.model.parameters()))
+    assert norms[0] == norms[1]
+    assert all(map(torch.equal, *weights))
+
+
 @pytest.mark.parametrize(("policy", "replays"), [("stop", [7]), ("skip", [7, 8, 9])])
 def test_replay_ends_where_a_bad_step_ended_the_run(new_run: NewRun, policy: str, replays: list[int]) -> None:
     run = new_run("run", on_nonfinite=policy, keep_every=4)

@@ -409,6 +409,16 @@ def leave_in(step: int, run: Path, micro_batch: int = 4) -> None:
         fit(training)
 
 
+def test_an_evaluation_before_a_step_given_up_is_kept(new_run: NewRun, finished: Path) -> None:
+    """The checkpoint of the step before has the loss, so the next attempt does not evaluate it again."""
+    run = new_run("run", checkpoint_every=12)
+    leave_in(5, run, micro_batch=2)
+    assert newest(run).validation_loss is not None
+    train(run)
+    assert [row["step"] for row in rows(run, "evaluation")] == [4, 8, 12]
+    alike(run, finished)
+
+
 def test_a_preempted_training_saves_and_resumes_unchanged(new_run: NewRun, finished: Path) -> None:
     """Its result is that of an undisturbed training."""
     run, saved = new_run("run"), 8
