@@ -314,7 +314,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "sorted(parts, key=lambda part: part.first_row)", "sorted(parts, key=lambda part: -part.first_row)",
      "litgpt_demo/training/test_train.py::test_each_checkpoint_is_linked_to_the_one_before"),
     ("signature-of-an-older-statement", "launcher/provenance/verification.py",
-     "if place.read(name) not in statements:", "if not statements:",
+     "check.require(place.read(name) in statements, problem)", "check.require(bool(statements), problem)",
      "launcher/provenance/test_verification.py::test_each_forgery_is_refused_by_name"),
     ("any-key-may-have-signed", "launcher/provenance/signing.py", "if key.keyid not in envelope.signatures:",
      "if not envelope.signatures:",

@@ -55,7 +55,7 @@ class Chain:
         self._previous, self._batches = NO_LINK, 0
 
     def resume(self, link: Link | None) -> None:
-        """Continue after the checkpoint of this link. Without one, the chain begins anew."""
+        """Continue after the checkpoint of this link. Without one, a new chain begins."""
         self.resumed = link
         if link is not None:
             self._previous, self._batches = link.chain, int(link.batches, 16)

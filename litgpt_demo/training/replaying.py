@@ -148,7 +148,7 @@ def _documents_of(
 
 
 def _beginning_before(split: TokenDataset, position: int, end: int) -> int:
-    """Return the first token of the document that goes on at a position."""
+    """Return the first token of the document that continues at a position."""
     for stop in range(position, 0, -_BLOCK):
         start = max(0, stop - _BLOCK)
         ends = np.flatnonzero(_tokens(split, start, stop) == end)
