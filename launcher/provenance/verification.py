@@ -175,8 +175,6 @@ def verify(place: Storage, *, key: SSlibKey | None = None) -> Verification:
         model = _Model(verification, place, FINAL, None)
         model.check_signature(key)
         recorded = model.provenance.get(f"{_BYPRODUCTS}[chain].annotations.weights_sha256")
-        if model.manifest is not None and model.manifest.average:  # the chain has those that were averaged
-            recorded = None
         model.check_weights(verification.begin("WEIGHTS", "digests of weights"), recorded)
         verification.not_checked.append("config, metrics, checkpoints and dataset: give the folder of the run")
     verification.not_checked += [check.what for check in verification.checks if check.is_empty]
@@ -218,6 +216,10 @@ class _Model:
             self._check_statements()
 
     @property
+    def is_average(self) -> bool:
+        return self.manifest is not None and self.manifest.average
+
+    @property
     def digests(self) -> dict[str, str]:
         return {subject["name"]: subject["digest"].get("sha256", "") for subject in self._subjects}
 
@@ -241,7 +243,7 @@ class _Model:
 
     def _byproducts(self) -> dict[str, str]:
         folder = FINAL
-        if self.manifest is not None and self.manifest.average:
+        if self.is_average:
             folder = FINAL_AVERAGE
         paths = {TEST_RESULT, MODEL_BILL, CROISSANT} & {*self._place.list()}
         digests = {path: digest_of(self._place, path)["sha256"] for path in sorted(paths)}
@@ -283,7 +285,7 @@ class _Model:
                 check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), self.digests.get(path))
 
     def check_weights(self, check: Check, recorded: str | None) -> None:
-        if recorded is None:
+        if recorded is None or self.is_average:  # the chain has those that were averaged
             self._verification.not_checked.append(f"the weights of {self._shown}: no digest of them is recorded")
             return
         from litgpt_demo.export.recomputing import weights_of_model  # imports torch
