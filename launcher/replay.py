@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ from launcher.runs.run import plan_script
 from litgpt_demo.errors import UserError
 from litgpt_demo.node.checks import usable_cores
 from litgpt_demo.replays import Replay, read_replay
-from litgpt_demo.runs import ATTEMPTS, CONFIG, REPLAYS, node_reports, read_document, read_metrics
+from litgpt_demo.runs import ATTEMPTS, CONFIG, REPLAYS, dataset_address, node_reports, read_document, read_metrics
 from litgpt_demo.storage import Storage, open_storage
 from litgpt_demo.training.checkpoints import list_complete
 
@@ -74,6 +75,10 @@ def plan_replay(
         what = f"{run.address()} has no checkpoint before step {first} (steps of its checkpoints: {steps_kept})"
         fix = f"--from-start trains all {last} steps from the initial weights; for later runs, train.keep_every=N"
         raise UserError(what, fix=f"{fix} keeps the checkpoint of every N-th step")
+    folder = results.local_path()
+    if folder is not None and not os.access(folder, os.W_OK):
+        fix = "copy the root to a folder of your own, and replay there"
+        raise UserError(f"{results.address()} cannot be written, so the result would be lost", fix=fix)
     path, attempt = f"{REPLAYS}/{first}-{last}.json", start.get("attempt")
     program = ["replay", "--run", run.address(), "--steps", f"{first}-{last}", "--out", results.address(path)]
     if attempt is not None and run.exists(f"{ATTEMPTS}/{attempt}/{CONFIG}"):  # settings that other attempts changed
@@ -98,7 +103,7 @@ def plan_replay(
     if spec.train.precision == "32-true":
         tolerance = _TOLERANCE
     job = ScriptConfig(
-        name="replay", script="-m litgpt_demo", args=tuple(program), datasets=(spec.dataset,),
+        name="replay", script="-m litgpt_demo", args=tuple(program), datasets=(dataset_address(run, spec.dataset),),
         root=run.address().rpartition("/runs/")[0] or run.address(), **place,
     )  # fmt: skip
     return ReplayPlan(results=results, path=path, tolerance=tolerance, script=job)

@@ -17,7 +17,7 @@ from litgpt_demo.config import Settings, TrainingSpec
 from litgpt_demo.documents import Unreadable, parse_json, with_checksum
 from litgpt_demo.errors import JOB_FAILURE_CLASSES, DataError, FailureClass, TooLarge
 from litgpt_demo.metrics import MOST_FILE, rows_of
-from litgpt_demo.storage import Storage
+from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.storage.local import translate_os_errors
 from litgpt_demo.storage.private import make_private
 
@@ -86,6 +86,12 @@ def read_document(run: Storage) -> RunDocument:
     copies = "copy a sound one, for the run's folder has the same as that of its newest attempt that trains"
     fix = f"{copies}; or, once no job of it runs, `train-litgpt run` with the run's config writes it again"
     return parse_json(content, RunDocument, where=run.address(CONFIG), fix=fix)
+
+
+def dataset_address(run: Storage, recorded: str) -> str:
+    """Return the address of a run's dataset: in the run's own root, which may be a copy, or else the recorded one."""
+    own = f"{run.address().rpartition('/runs/')[0]}/datasets/{recorded.rpartition('/')[2]}"
+    return own if open_storage(own).exists(MANIFEST) else recorded
 
 
 def read_metrics(run: Storage, bad: Unreadable | None = None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from litgpt_demo.config import InitialWeights
 from litgpt_demo.data.dataset import DatasetManifest
 from litgpt_demo.documents import FileRecord, read_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError
-from litgpt_demo.runs import ATTEMPTS, RunDocument, read_document
+from litgpt_demo.runs import ATTEMPTS, RunDocument, dataset_address, read_document
 from litgpt_demo.storage import MANIFEST, Storage, is_remote, open_storage, sha256_of
 from litgpt_demo.training.checkpoints import CheckpointManifest
 
@@ -76,7 +76,11 @@ def dependencies_of(run: Storage) -> list[dict[str, Any]]:
     for each, document in generations(run):
         spec = document.training
         try:
-            resources = [*dataset_dependencies(spec.dataset), *_software(each, document), *_weights(spec.origin)]
+            resources = [
+                *dataset_dependencies(dataset_address(each, spec.dataset)),
+                *_software(each, document),
+                *_weights(spec.origin),
+            ]
         except TrainLitgptError:
             if each == run:
                 raise

@@ -9,7 +9,7 @@ from random import Random
 from launcher.provenance.verification import Verification
 from launcher.replay import ReplayPlan, plan_replay, replay_here
 from litgpt_demo.errors import UserError
-from litgpt_demo.runs import METRICS, read_metrics
+from litgpt_demo.runs import CONFIG, METRICS, read_metrics
 from litgpt_demo.storage import Storage
 from litgpt_demo.training.checkpoints import list_complete
 
@@ -20,6 +20,9 @@ def draw_replays(run: Storage, count: int, results: Storage, *, seed: int) -> tu
 
     A UserError if there is no such step, or if this machine cannot replay them.
     """
+    if not run.exists(CONFIG):
+        what = f"{run.address()} has a model and not the run, so no step can be trained again"
+        raise UserError(what, fix="give the folder of the run, or leave out --replay")
     kept = [manifest.step for manifest in list_complete(run)]
     steps = [row["step"] for row in read_metrics(run) if row["kind"] == "step"]
     steps = [step for step in steps if kept and step > min(kept)]

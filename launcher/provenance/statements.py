@@ -185,7 +185,11 @@ def _attempts(run: Storage, rows: Sequence[Row]) -> list[dict[str, Any]]:
         if row.get("kind") == "start":
             starts[row.get("attempt", 0)].append(row)
     numbers = sorted({*attempt_numbers(run), *starts})
-    return [_attempt(run.within(f"{ATTEMPTS}/{number}"), number, starts[number]) for number in numbers]
+    attempts = [_attempt(run.within(f"{ATTEMPTS}/{number}"), number, starts[number]) for number in numbers]
+    for attempt in attempts[:-1]:
+        if "ended" not in attempt:
+            attempt.setdefault("fault", "no report")  # its nodes were killed
+    return attempts
 
 
 def _attempt(attempt: Storage, number: int, starts: Sequence[Row]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from litgpt_demo.documents import MOST_BYTES, FileRecord, parse_json, read_manif
 from litgpt_demo.errors import DataError, TrainLitgptError
 from litgpt_demo.export import FinalManifest
 from litgpt_demo.metrics import Row, damaged_lines
-from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, FINAL_AVERAGE, METRICS, read_metrics, read_spec
+from litgpt_demo.runs import ATTEMPTS, CONFIG, FINAL, FINAL_AVERAGE, METRICS, dataset_address, read_metrics, read_spec
 from litgpt_demo.storage import MANIFEST, Storage, open_storage
 from litgpt_demo.training.chain import NO_LINK, Chain, Link
 from litgpt_demo.training.checkpoints import folder_of, list_complete
@@ -254,7 +254,9 @@ class _Model:
         for fact in dict.fromkeys([*stored, *made]):
             resource = _RESOURCE.match(fact)
             is_here = resource is None or resource[0] in found
-            if is_here and not fact.startswith(_WRITER):
+            # A run may be copied to another root.
+            is_place = fact.endswith(".uri") and str(stored.get(fact)).startswith(("file:", "gs:"))
+            if is_here and not is_place and not fact.startswith(_WRITER):
                 check.compare(f"{shown}: {fact}", stored.get(fact), made.get(fact), source="the files give")
         absent = stated - found  # of earlier runs too, which may be gone
         if absent:
@@ -282,7 +284,8 @@ class _Model:
             except BadSignature as error:
                 raise DataError(f"{shown}/{MODEL_SIGNATURE} was not made by this key: {error}") from error
             for path in sorted({*self.digests, *signed}):
-                check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), self.digests.get(path))
+                found = self.digests.get(path)
+                check.compare(f"{shown}/{MODEL_SIGNATURE}: {path}", signed.get(path), found, source="the files give")
 
     def check_weights(self, check: Check, recorded: str | None) -> None:
         if recorded is None or self.is_average:  # the chain has those that were averaged
@@ -369,8 +372,9 @@ class _Run:
                 with check.reading():
                     check.settings(f"{ATTEMPTS}/{number}/{CONFIG}", _decisive(read_spec(attempt)), decisive)
         for manifest in list_complete(self._run):
-            stored = _flat({"dataset_hash": manifest.dataset_hash, **manifest.config})
-            check.settings(f"{folder_of(manifest.step)}/{MANIFEST}", stored, decisive)
+            stored = _flat({"dataset_hash": manifest.dataset_hash, "tokens": manifest.tokens, **manifest.config})
+            expected = {**decisive, "tokens": spec.tokens_after(manifest.step)}
+            check.settings(f"{folder_of(manifest.step)}/{MANIFEST}", stored, expected)
 
     def _check_checkpoints(self) -> list[int]:
         """Return the steps of the checkpoints whose files are as recorded."""
@@ -412,11 +416,9 @@ class _Run:
                 check.compare(what, weights_of_checkpoint(self._run, step), digest)
 
     def _check_dataset(self, spec: TrainingSpec, final: _Model | None) -> str | None:
-        """Return the address of the dataset if it verifies: the recorded one, or the same folder in this root."""
-        own = self._run.address().rpartition("/runs/")[0]
-        candidates = (spec.dataset, f"{own}/datasets/{spec.dataset.rpartition('/')[2]}")
-        address = next((place for place in candidates if open_storage(place).exists(MANIFEST)), None)
-        if address is None:
+        """Return the address of the dataset if it verifies."""
+        address = dataset_address(self._run, spec.dataset)
+        if not open_storage(address).exists(MANIFEST):
             self._verification.not_checked.append(f"the dataset: {spec.dataset} is not here")
             return None
         check = self._verification.begin("DATASET", f"files of the dataset {address}")
@@ -433,7 +435,7 @@ class _Run:
         for resource in dataset_dependencies(address):
             name, digest = resource["name"], resource["digest"].get("sha256")
             stated = final.provenance.get(f"{_DEPENDENCIES}[{name}].digest.sha256")
-            check.compare(f"{FINAL}/{PROVENANCE}: {name}", stated, digest)
+            check.compare(f"{FINAL}/{PROVENANCE}: {name}", stated, digest, source="the dataset has")
         return address
 
     def _check_batches(self, spec: TrainingSpec, dataset: str, rows: Sequence[Row], links: Mapping[int, Link]) -> None:

@@ -82,7 +82,7 @@ def pristine(
 def run(pristine: tuple[Path, Path], cli: Cli, keys: Path) -> Path:
     """The run as it was signed, at the place where it was made."""
     root, copy = pristine
-    shutil.rmtree(root)
+    shutil.rmtree(root, ignore_errors=True)
     shutil.copytree(copy, root)
     if not (copy / "runs/finished/final/model.sig").exists():
         assert cli("sign", str(root / "runs/finished"), "--key", str(keys / "ours")).code == 0
@@ -338,6 +338,21 @@ def test_a_statement_of_another_kind_is_refused(run: Path, cli: Cli, keys: Path,
     shutil.copy(copy / "test-result.intoto.json", copy / "provenance.intoto.json")
     output = cli("verify", str(copy), "--public-key", str(keys / "ours.pub"))
     assert (output.code, "provenance.intoto.json: predicateType is" in output.err) == (1, True)
+
+
+def test_a_copied_root_is_verified_with_its_own_dataset(run: Path, cli: Cli, keys: Path, tmp_path: Path) -> None:
+    """Whether the original root exists or not."""
+    copy = Path(shutil.copytree(run.parents[1], tmp_path / "copy"))
+    options = ("--public-key", str(keys / "ours.pub"))
+    assert cli("verify", str(copy / "runs/finished"), *options).code == 0
+    [tokens] = copy.glob("datasets/*/train.bin")
+    flip(tokens)
+    forged = cli("verify", str(copy / "runs/finished"), *options)
+    assert (forged.code, "train.bin" in forged.out + forged.err) == (1, True)
+    flip(tokens)
+    shutil.rmtree(run.parents[1])
+    moved = cli("verify", str(copy / "runs/finished"), *options, "--json")
+    assert (moved.code, json.loads(moved.out)["not_checked"]) == (0, [])
 
 
 def test_an_averaged_model_is_signed_too(run: Path, cli: Cli, keys: Path) -> None:
