@@ -162,8 +162,8 @@ class Loop:
             time_up = timer.seconds >= limit
             self._reducer.submit(step + 1, stats, leave=bool(self._signals), time_up=time_up)
             self.done = step + 1
-            is_last, should_evaluate = self.done == spec.steps, self._is_evaluation_step
-            should_sample = self._is_sampling_step
+            is_last, should_evaluate = self.done == spec.steps, self._is_due(train.evaluate_every)
+            should_sample = self._is_due(train.sample_every)
             should_save = self.done % train.checkpoint_every == 0
             stop_reason = self._collect(wait=should_evaluate or should_save or should_sample)
             if stop_reason is not None and not is_last:
@@ -210,10 +210,8 @@ class Loop:
                 in_flight, stop_reason = 0, result.stop_reason
         return stop_reason
 
-    @property
-    def _is_evaluation_step(self) -> bool:
-        spec = self._training.spec
-        return self.done % spec.train.evaluate_every == 0 or self.done == spec.steps
+    def _is_due(self, every: int | None) -> bool:
+        return every is not None and (self.done % every == 0 or self.done == self._training.spec.steps)
 
     def _evaluate(self) -> float:
         began = monotonic()
@@ -233,7 +231,7 @@ class Loop:
     def _evaluate_resumed(self) -> None:
         """Evaluate the step resumed from if the attempt that saved it had no time, and complete its checkpoint."""
         ranks, run, train = self._training.ranks, self._training.run, self._training.spec.train
-        if self.done == 0 or not self._is_evaluation_step:
+        if self.done == 0 or not self._is_due(train.evaluate_every):
             return
         folder = run.within(checkpoints.folder_of(self.done))
         manifest = ranks.run_on_rank_zero(lambda: read_manifest(folder, CheckpointManifest))
@@ -247,12 +245,6 @@ class Loop:
             checkpoints.prune(run, last=train.keep_last, best=train.keep_best, every=train.keep_every)
 
         ranks.run_on_rank_zero(complete)
-
-    @property
-    def _is_sampling_step(self) -> bool:
-        spec = self._training.spec
-        every = spec.train.sample_every
-        return every is not None and (self.done % every == 0 or self.done == spec.steps)
 
     def _sample(self) -> None:
         if self._sampler is None:
@@ -268,12 +260,12 @@ class Loop:
 
     def _sample_resumed(self) -> None:
         """Sample the step resumed from if the attempt that saved it had no time."""
-        run, done = self._training.run, self.done
+        run, done, every = self._training.run, self.done, self._training.spec.train.sample_every
 
         def is_sampled() -> bool:
             return any(row["kind"] == "sample" and row["step"] == done for row in read_metrics(run))
 
-        if done > 0 and self._is_sampling_step and not self._training.ranks.run_on_rank_zero(is_sampled):
+        if done > 0 and self._is_due(every) and not self._training.ranks.run_on_rank_zero(is_sampled):
             self._sample()
 
     def _handle_step(self, result: StepResult) -> None:
