@@ -12,7 +12,7 @@ from launcher.images.identity import SBOM
 from launcher.provenance.dependencies import datasets_of, digest_of, files_of, uri_of
 from litgpt_demo.config import TrainingSpec
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.runs import read_spec
+from litgpt_demo.runs import dataset_address, read_spec
 from litgpt_demo.storage import MANIFEST, Storage
 
 MODEL_BILL = "model.cdx.json"
@@ -33,7 +33,7 @@ def model_bill_of(run: Storage, final: FinalManifest) -> dict[str, Any]:
     with suppress(FileNotFoundError):
         bill = json.loads(run.read(SBOM))
     spec, datasets = read_spec(run), list[dict[str, Any]]()
-    for storage, manifest in datasets_of(spec.dataset):
+    for storage, manifest in datasets_of(dataset_address(run, spec.dataset)):
         datasets.append({
             "type": "data", "bom-ref": f"dataset:{manifest.content_hash}", "name": manifest.name,
             "version": manifest.content_hash, "hashes": _hashes(digest_of(storage, MANIFEST)["sha256"]),
@@ -83,7 +83,7 @@ def croissant_of(run: Storage) -> dict[str, Any] | None:
 
     https://docs.mlcommons.org/croissant/docs/croissant-spec-1.1.html
     """
-    datasets = list(datasets_of(read_spec(run).dataset))
+    datasets = list(datasets_of(dataset_address(run, read_spec(run).dataset)))
     if not datasets:
         return None
     files = [

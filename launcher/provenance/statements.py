@@ -40,6 +40,7 @@ from litgpt_demo.runs import (
     FINAL,
     METRICS,
     REPORT,
+    dataset_address,
     node_reports,
     read_document,
     read_metrics,
@@ -292,7 +293,7 @@ def _tests_of_evaluation(run: Storage, final: FinalManifest) -> list[dict[str, A
 def _configuration(run: Storage, final: FinalManifest) -> list[dict[str, Any]]:
     """Return the files that decided the results: the run's config, the validation split and each evaluation."""
     found = [descriptor(CONFIG, digest=digest_of(run, CONFIG))]
-    for dataset, manifest in datasets_of(read_document(run).training.dataset):
+    for dataset, manifest in datasets_of(dataset_address(run, read_document(run).training.dataset)):
         files = files_of(dataset, manifest)
         found += [resource for record, resource in files if record in manifest.validation.files]
     for path, scored in _scored(run, final).items():

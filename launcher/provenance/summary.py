@@ -14,7 +14,7 @@ from typing import Any
 from launcher.provenance.dependencies import datasets_of, generations
 from litgpt_demo.documents import read_manifest
 from litgpt_demo.export import FinalManifest
-from litgpt_demo.runs import FINAL, RunDocument
+from litgpt_demo.runs import FINAL, RunDocument, dataset_address
 from litgpt_demo.storage import Storage
 
 _SIZES = ((10**9, "less than 1 billion tokens"), (10**13, "1 billion to 10 trillion tokens"))
@@ -25,8 +25,9 @@ def summary_of(run: Storage) -> str:
     """Return the summary as Markdown."""
     from jinja2 import StrictUndefined, Template
 
-    documents = [document for _, document in generations(run)]
-    sources = [source for document in documents for source in _sources(document)]
+    found = list(generations(run))
+    documents = [document for _, document in found]
+    sources = [source for each, document in found for source in _sources(each, document)]
     origins = [document.training.origin for document in documents]
     tokens = sum({source["data"].content_hash: source["data"].train.tokens for source in sources}.values())
     text = Path(__file__).with_name("templates").joinpath("summary.md").read_text("utf-8")
@@ -44,11 +45,12 @@ def summary_of(run: Storage) -> str:
     )
 
 
-def _sources(document: RunDocument) -> Iterator[dict[str, Any]]:
+def _sources(run: Storage, document: RunDocument) -> Iterator[dict[str, Any]]:
     """Yield each dataset of a run. Its corpus is unknown if the run's config does not have it."""
     data: Any = document.run.get("data") or {}
     corpora = [source["corpus"] for source in data.get("mixture", ())] or [data.get("corpus") or {}]
-    manifests = [manifest for _, manifest in datasets_of(document.training.dataset) if manifest.mixture is None]
+    address = dataset_address(run, document.training.dataset)
+    manifests = [manifest for _, manifest in datasets_of(address) if manifest.mixture is None]
     if len(corpora) != len(manifests):
         corpora = [{}] * len(manifests)
     for corpus, manifest in zip(corpora, manifests, strict=True):
