@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 42_710,
-    "launcher": 18_455,
+    "source": 42_714,
+    "launcher": 18_459,
     "launcher/platforms/kubernetes": 3_002,
     "litgpt_demo": 18_998,
-    "bench": 1_151,
-    "tests": 36_892,
+    "bench": 1_143,
+    "tests": 36_907,
     "test data": 3_667,
 }
 

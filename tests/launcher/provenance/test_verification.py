@@ -357,13 +357,13 @@ def test_a_copied_root_is_verified_with_its_own_dataset(run: Path, cli: Cli, key
 
 def test_a_model_collected_on_the_way_verifies_after_more_steps(run: Path, cli: Cli) -> None:
     storage, metrics = open_storage(str(run)), run / "metrics.jsonl"
-    whole = metrics.read_text()
-    metrics.write_text("".join(line for line in whole.splitlines(keepends=True) if json.loads(line)["step"] <= 8))
+    text = metrics.read_text()
+    metrics.write_text("".join(line for line in text.splitlines(keepends=True) if json.loads(line)["step"] <= 8))
     shutil.rmtree(run / "final")
     (run / "manifest.json").unlink()
     export(storage, step=8)
     write_statements(storage)
-    metrics.write_text(whole)
+    metrics.write_text(text)
     verified = cli("verify", str(run))
     assert (verified.code, "final: it was collected on the way" in verified.out) == (0, True), verified.err
     flip(run / "final/litgpt/lit_model.pth")
