@@ -157,10 +157,10 @@ def _tokenize(planned: PlannedDataset, context: PrepContext, map_steps: MapSteps
         report(Preparation(phase="tokenizer", documents=documents, text_bytes=text_bytes))
 
     tokenizer = workers.load_or_train_tokenizer(planned, context, report_sample)
-    surveyed = _survey_all(planned, context, map_steps, report, by_footer=True)
+    surveyed = _survey_all(planned, context, map_steps, report, by_count=True)
     encoded = _encode_all(context, tokenizer, surveyed, map_steps, report)
-    if encoded is None:  # the footers counted empty documents too: read all, to count the others
-        surveyed = _survey_all(planned, context, map_steps, report, by_footer=False)
+    if encoded is None:  # empty documents were counted too: read all, to count the others
+        surveyed = _survey_all(planned, context, map_steps, report, by_count=False)
         encoded = _encode_all(context, tokenizer, surveyed, map_steps, report)
     assert encoded is not None, "every document was read and counted"
     results, train, validation = encoded
@@ -330,10 +330,10 @@ def _require_width(scan: dataset.FileScan, width: int, address: str) -> None:
 
 
 def _survey_all(
-    planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report, *, by_footer: bool
+    planned: PlannedDataset, context: PrepContext, map_steps: MapSteps, report: Report, *, by_count: bool
 ) -> Surveyed:
     """Return the shards that the dataset takes, with their surveys; the last is cut where `max_bytes` is reached."""
-    step, progress = partial(workers.survey, context, by_footer=by_footer), Preparation(phase="survey")
+    step, progress = partial(workers.survey, context, by_count=by_count), Preparation(phase="survey")
     shards, max_bytes = plan_shards(context.data.corpus, planned.sources), context.data.corpus.max_bytes
 
     def survey(wave: Sequence[Shard]) -> Surveyed:

@@ -32,6 +32,8 @@ from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage.local import translate_os_errors
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import pyarrow as pa
     from _typeshed import WriteableBuffer
     from pyarrow.parquet import ParquetFile
@@ -147,6 +149,50 @@ def read(
             if layout.format == "auto" and start == number == 0:
                 _require_text(batch.texts, source)
             yield batch
+
+
+def count_documents(
+    path: Path, source: Source, layout: FileFormat, start: int = 0, end: int | None = None, *, most: int
+) -> tuple[int, int] | None:
+    """Return the documents of a file or a piece of it, and about their bytes, by its footer, lines or separators.
+
+    None if it must be read because documents may be empty, null or too long, or because there is one. Empty ones that
+    the footer or the line does not show are counted too.
+    """
+    form, separator = layout.format_of(source.name), layout.separator_of(source.name)
+    if form == "parquet":
+        return _count_by_footer(path, source, layout.column, start, end)
+    if separator is None:
+        return None
+    # As json.dumps writes a document without text, and as it does with separators=(",", ":").
+    without_text = [json.dumps(layout.column).encode() + ending for ending in (b': ""', b':""')]
+    documents = size = 0
+    with opened(path, source) as stream:
+        if start:
+            stream.seek(start)
+        for _, records in _iter_records(stream, separator, start, end, most):
+            if records is None:
+                return None
+            if form == "jsonl":
+                records = [line for line in records if line and not line.isspace()]
+                if any(ending in line for line in records for ending in without_text):
+                    return None
+            if not all(records):
+                return None
+            documents += len(records)
+            size += sum(map(len, records))
+    return documents, size
+
+
+def _count_by_footer(path: Path, source: Source, column: str, start: int, end: int | None) -> tuple[int, int] | None:
+    if compression_of(path, source) is not None:
+        return None
+    with row_groups(path, source, column) as (_, groups):
+        chosen = groups[start:end]
+        if any(group.statistics is None or group.statistics.null_count != 0 for group in chosen):
+            return None
+        # Bytes as they are encoded.
+        return sum(group.num_values for group in chosen), sum(group.total_uncompressed_size for group in chosen)
 
 
 def split_points(path: Path, source: Source, layout: FileFormat, target: int) -> Iterator[tuple[int, int]]:
@@ -394,9 +440,7 @@ def _decompressed(file: BinaryIO, compression: Compression, address: str) -> Ite
 
 
 def _only(bad: BadDocument) -> Batch:
-    import pyarrow as pa
-
-    return Batch(texts=pa.array([""], pa.large_string()), bad=(bad,))
+    return Batch(texts=text_array([b""]), bad=(bad,))
 
 
 def _bad(source: Source, index: int, place: str, problem: TrainLitgptError) -> BadDocument:
@@ -418,6 +462,23 @@ def _too_long(most: int) -> DataError:
 def _not_utf8(error: UnicodeDecodeError) -> DataError:
     byte = f"0x{error.object[error.start]:02x}, {error.reason}"
     return DataError(f"is not UTF-8 from its byte {error.start} on ({byte})", fix=_CONVERT)
+
+
+def text_array(texts: Sequence[bytes]) -> pa.LargeStringArray:
+    """Return texts as an array, unchecked. `pyarrow.array` takes longer, and imports pandas if that is installed."""
+    import numpy as np
+    import pyarrow as pa
+
+    edges = np.zeros(len(texts) + 1, dtype="<i8")
+    np.cumsum(np.fromiter(map(len, texts), dtype=np.int64, count=len(texts)), out=edges[1:])
+    return pa.LargeStringArray.from_buffers(len(texts), pa.py_buffer(edges), pa.py_buffer(b"".join(texts)))
+
+
+def text_edges(texts: pa.LargeStringArray) -> npt.NDArray[np.int64]:
+    """Return where each text begins in the array's content, and where the last one ends, in bytes; a view."""
+    import numpy as np
+
+    return np.frombuffer(texts.buffers()[1] or bytes(8), dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
 
 
 def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Callable[[int, int], str]) -> Batch:
@@ -445,7 +506,7 @@ def _batch_of(texts: pa.LargeStringArray, most: int, source: Source, place: Call
         else:
             good.append(b"")
             bad.append(_bad(source, index, place(index, byte), problem))
-    return Batch(texts=pa.array(good, pa.large_binary()).view(pa.large_string()), bad=tuple(bad))
+    return Batch(texts=text_array(good), bad=tuple(bad))
 
 
 # The text, its copy as an Arrow array, and what gigatoken 0.10 and numpy take to encode it: measured 5.7 bytes a byte.
@@ -531,12 +592,10 @@ def _iter_records(
 
 
 def _text_batch(texts: list[bytes], start: int, between: int, source: Source, most: int) -> Batch:
-    import pyarrow as pa
-
     def place(index: int, byte: int) -> str:
         return f"byte {start + sum(len(text) + between for text in texts[:index]) + byte}"
 
-    return _batch_of(pa.array(texts, pa.large_binary()).view(pa.large_string()), most, source, place)
+    return _batch_of(text_array(texts), most, source, place)
 
 
 def _json_lines(

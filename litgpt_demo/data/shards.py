@@ -121,14 +121,9 @@ def _concatenated(batches: Sequence[Batch]) -> Batch:
 
 def take_until_bytes(texts: pa.LargeStringArray, limit: float) -> tuple[int, int]:
     """Return how many of the texts have `limit` bytes in total, or all of them, and how many bytes those have."""
-    import numpy as np
-    import pyarrow.compute as pc
-
-    if not len(texts):
-        return 0, 0
-    ends = np.cumsum(pc.binary_length(texts).to_numpy(), dtype=np.int64)
-    count = min(int(np.searchsorted(ends, limit)) + 1, len(ends))
-    return count, int(ends[count - 1])
+    edges = readers.text_edges(texts)
+    count = min(int(edges[1:].searchsorted(edges[0] + limit)) + 1, len(texts))
+    return count, int(edges[count] - edges[0])
 
 
 def documents(
@@ -142,23 +137,17 @@ def documents(
         yield from filter(None, batch.texts.to_pylist())
 
 
-def documents_by_footer(corpus: Corpus, shard: Shard, *, scratch: Path) -> tuple[int, int] | None:
-    """Return a shard's documents, empty ones too, and about their bytes, by its footers; None if it must be read."""
-    layout = FileFormat.of(corpus)
-    if shard.limit is not None or any(layout.format_of(part.source.name) != "parquet" for part in shard.parts):
-        return None
-    documents = size = 0
+def count_documents(data: DataConfig, shard: Shard, scratch: Path) -> tuple[int, int] | None:
+    """Return a shard's documents, perhaps with empty ones, and about their bytes; None if it must be read."""
+    layout, counts = FileFormat.of(data.corpus), list[tuple[int, int]]()
     for part in shard.parts:
         with local_copy(part.source, scratch) as path:
-            if readers.compression_of(path, part.source) is not None:
-                return None
-            with readers.row_groups(path, part.source, layout.column) as (_, groups):
-                for group in groups[part.start : part.end]:
-                    if group.statistics is None or group.statistics.null_count != 0:
-                        return None
-                    documents += group.num_values
-                    size += group.total_uncompressed_size  # as they are encoded
-    return documents, size
+            most = data.max_document_bytes
+            count = readers.count_documents(path, part.source, layout, part.start, part.end, most=most)
+        if count is None:
+            return None
+        counts.append(count)
+    return sum(documents for documents, _ in counts), sum(size for _, size in counts)
 
 
 def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Finding]:

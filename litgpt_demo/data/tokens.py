@@ -7,15 +7,17 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
 
 from litgpt_demo.config import HubTokenizer, LitgptTokenizer, Tokenizer, TokenizerFile, TrainedTokenizer
 from litgpt_demo.data.hub import hub_endpoint, translate_hub_errors
-from litgpt_demo.data.readers import refuse_lfs_pointer
+from litgpt_demo.data.readers import refuse_lfs_pointer, text_array, text_edges
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import open_storage
@@ -36,8 +38,9 @@ TOKENIZER_FILES = ("tokenizer.json", *(name for name in _COMPANIONS if name != _
 # grows with the square of a word's length. The longest word of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
 _CONFIG = TypeAdapter(dict[str, Any])
-_COMPARED = 1000  # characters of a document that tokenizers encodes too; all of them would take 20 times as long
-_COMPARED_DOCUMENTS = 32  # of each shard
+# What tokenizers encodes too, a hundred times as slowly: the beginnings of some documents of a batch. The next ones are
+# compared after this many bytes of text.
+_COMPARED_DOCUMENTS, _COMPARED_CHARACTERS, _COMPARED_EVERY = 32, 1000, 256_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,38 +255,54 @@ class Encoder:
 
     def __init__(self, tokenizer: TokenizerFiles) -> None:
         from gigatoken import Tokenizer as GigaToken
-        from tokenizers import Tokenizer as HfTokenizer
 
-        definition = json.loads(tokenizer.files["tokenizer.json"])
+        definition = from_json(tokenizer.files["tokenizer.json"])
         definition["added_tokens"] = [
             token
             for token in definition.get("added_tokens", [])
             if not token.get("special") and token["id"] != tokenizer.end_of_text
         ]
+        self._definition = to_json(definition)
         try:
-            self._encoder = GigaToken.from_json(json.dumps(definition))
+            self._encoder = GigaToken.from_json(self._definition)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise UserError(f"data.tokenizer: {reason}; take another tokenizer, or train one on the corpus") from error
-        self._hugging_face = HfTokenizer.from_str(json.dumps(definition))
+        self._bytes_to_comparison = 0
         self._end_of_text = tokenizer.end_of_text
         self.dtype = tokenizer.dtype
 
-    def encode(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
+    @cached_property
+    def _hugging_face(self) -> Any:
+        from tokenizers import Tokenizer as HfTokenizer
+
+        return HfTokenizer.from_buffer(self._definition)
+
+    def encode_some_checked(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
+        """Do the same as encode, and compare now and then, the first time at once."""
+        encoded = self.encode(texts)  # first: the tokenizer makes room for as much as the first call has
+        if self._bytes_to_comparison <= 0:
+            self._bytes_to_comparison = _COMPARED_EVERY
+            self.compare(texts)
+        self._bytes_to_comparison -= texts.nbytes
+        return encoded
+
+    def encode(
+        self, texts: Any, *, parallel: bool | None = None
+    ) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
         """Return the ids of all texts of a LargeStringArray, and each one's number of ids, its end-of-text included."""
         import awkward
         import numpy as np
 
         # Not by awkward.from_arrow: of a slice of an array that had nulls it takes texts for nulls (2.14).
-        _, offsets, content = texts.buffers()
-        edges = np.frombuffer(offsets, dtype="<i8")[texts.offset : texts.offset + len(texts) + 1]
+        content = texts.buffers()[2]
         characters = np.frombuffer(content if content is not None else b"", dtype=np.uint8)
         strings = awkward.contents.ListOffsetArray(
-            awkward.index.Index64(edges),
+            awkward.index.Index64(text_edges(texts)),
             awkward.contents.NumpyArray(characters, parameters={"__array__": "char"}),
             parameters={"__array__": "string"},
         )
-        encoded = self._encoder.encode_batch(awkward.Array(strings))
+        encoded = self._encoder.encode_batch(awkward.Array(strings), parallel=parallel)
         lengths = np.asarray(awkward.num(encoded), dtype=np.int64) + 1
         ids = np.full(int(lengths.sum()), self._end_of_text, dtype=self.dtype)
         text = np.ones(len(ids), dtype=bool)
@@ -292,11 +311,10 @@ class Encoder:
         return ids, lengths
 
     def compare(self, texts: Any) -> None:
-        """Compare the ids of the first documents' beginnings with those that Hugging Face's tokenizers gives."""
-        import pyarrow as pa
-
-        beginnings = [text.as_py()[:_COMPARED] for text in texts[:_COMPARED_DOCUMENTS]]
-        ids, lengths = self.encode(pa.array(beginnings, pa.large_string()))
+        """Compare the ids of some documents' beginnings with those that Hugging Face's tokenizers gives."""
+        beginnings = [text.as_py()[:_COMPARED_CHARACTERS] for text in texts[:: len(texts) // _COMPARED_DOCUMENTS or 1]]
+        # Not in parallel: this thread would wait, at full load, for one of the tokenizer's own to pause.
+        ids, lengths = self.encode(text_array([text.encode() for text in beginnings]), parallel=False)
         start = 0
         for text, length in zip(beginnings, lengths.tolist(), strict=True):
             expected = self._hugging_face.encode(text, add_special_tokens=False).ids

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, content_hash
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.fetching import forget
-from litgpt_demo.data.readers import BadDocument, first_few
-from litgpt_demo.data.shards import Shard, documents, documents_by_footer, read_shard
-from litgpt_demo.data.tokens import Encoder, TokenizerFiles, assemble, train_tokenizer
+from litgpt_demo.data.readers import BadDocument, first_few, text_edges
+from litgpt_demo.data.shards import Shard, count_documents, documents, read_shard
+from litgpt_demo.data.tokens import Encoder, TokenizerFiles, train_tokenizer
 from litgpt_demo.documents import FileRecord, parse_json
 from litgpt_demo.errors import DataError
 from litgpt_demo.storage import Storage, is_remote, open_storage
@@ -98,7 +98,7 @@ class ShardStats(ShardRecord):
     """The survey of a shard: `documents` are those that pass the filters."""
 
     read: bool = True
-    """False if the counts are of parquet footers only: they include empty documents, and text_bytes is approximate."""
+    """False if documents were only counted: they include empty ones, and text_bytes is approximate."""
     kept: FileRecord | None = None
     """A bit for each document that was read, set if it stays; None where all do."""
     digests: FileRecord | None = None
@@ -162,6 +162,9 @@ _TOKENIZER = "tokenizer.json"
 
 class TokenizerRecord(Settings):
     files: tuple[FileRecord, ...]
+    end_of_text: int
+    vocab_size: int
+    prefix: tuple[int, ...]
 
 
 StoredTokenizer: TypeAlias = tuple[TokenizerFiles, tuple[FileRecord, ...]]
@@ -192,8 +195,14 @@ def store_tokenizer(context: PrepContext, tokenizer: TokenizerFiles) -> StoredTo
     for name, content in sorted(tokenizer.files.items()):
         stored = context.storage.write(f"tokenizer/{name}", content)
         records.append(FileRecord.of(stored, sha256=sha256(content).hexdigest()))
-    _write_record(context, _TOKENIZER, TokenizerRecord(files=tuple(records)))
-    return tokenizer, tuple(records)
+    record = TokenizerRecord(
+        files=tuple(records),
+        end_of_text=tokenizer.end_of_text,
+        vocab_size=tokenizer.vocab_size,
+        prefix=tokenizer.prefix,
+    )
+    _write_record(context, _TOKENIZER, record)
+    return tokenizer, record.files
 
 
 def _stored_tokenizer(context: PrepContext) -> StoredTokenizer:
@@ -206,7 +215,8 @@ def _stored_tokenizer(context: PrepContext) -> StoredTokenizer:
         if sha256(content).hexdigest() != file.sha256:
             raise DataError(f"{storage.address(file.path)} has changed since it was written", fix=fix)
         files[file.path.partition("/")[2]] = content
-    return assemble(files, origin=storage.address("tokenizer")), record.files
+    tokenizer = TokenizerFiles(files=files, **record.model_dump(exclude={"files"}))
+    return tokenizer, record.files
 
 
 def skipped_ones(count: int, places: Sequence[str]) -> str:
@@ -228,14 +238,14 @@ def _encoder_of(context: PrepContext) -> Encoder:
         return _encoders[address]
 
 
-def survey(context: PrepContext, shard: Shard, *, by_footer: bool = True) -> ShardStats:
-    # `by_footer` reads nothing if no setting can drop documents. It counts empty ones too, which are rare.
+def survey(context: PrepContext, shard: Shard, *, by_count: bool = True) -> ShardStats:
+    # `by_count` looks into no document if no setting can drop any. It counts empty ones too, which are rare.
     name, data, scratch = file_name(shard.number, "survey.json"), context.data, context.make_scratch()
     recorded = _read_record(context, name, ShardStats, shard)
     if recorded is not None:
         return recorded
-    if by_footer and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
-        counts = documents_by_footer(data.corpus, shard, scratch=scratch)
+    if by_count and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
+        counts = count_documents(data, shard, scratch)
         if counts is not None:
             _free_copies(context, shard)
             count, size = counts
@@ -315,9 +325,7 @@ def passing(texts: Any, filters: Filters) -> tuple[Mask, Counter[str]]:
 
 
 def byte_lengths(texts: Any) -> npt.NDArray[np.int64]:
-    import pyarrow.compute as pc
-
-    return _numbers(pc.binary_length(texts))
+    return np.diff(text_edges(texts))
 
 
 def _numbers(array: Any) -> npt.NDArray[np.int64]:
@@ -374,7 +382,7 @@ def _read_mask(progress_store: Storage, path: str, count: int) -> Mask:
 
 
 def encode(context: PrepContext, task: EncodeTask) -> EncodeResult | None:
-    """Write a shard's two pieces of tokens, then their record; None if its footers counted empty documents too."""
+    """Write a shard's two pieces of tokens, then their record; None if empty documents were counted too."""
     shard, name = task.shard, file_name(task.shard.number, "json")
     recorded = _read_record(context, name, EncodeResult, shard)
     if recorded is not None and recorded.task == task.digest:
@@ -396,15 +404,13 @@ def encode(context: PrepContext, task: EncodeTask) -> EncodeResult | None:
             sizes = byte_lengths(texts)
             if not sizes.all() and not task.survey.read:
                 return None
-            ids, lengths = encoder.encode(texts)
-            if not encoded:
-                encoder.compare(texts)
-            of_validation = held_out[encoded : encoded + len(texts)]
-            if of_validation.any():
-                is_validation = np.repeat(of_validation, lengths)
-                validation.write(ids[is_validation], int(of_validation.sum()))
-                ids = ids[~is_validation]
-            train.write(ids, int((~of_validation).sum()))
+            ids, lengths = encoder.encode_some_checked(texts)
+            of_validation, ends = held_out[encoded : encoded + len(texts)], np.cumsum(lengths)
+            # Runs of documents for the same split: every other one is for validation.
+            runs = np.split(ids, ends[:-1][np.diff(of_validation)])
+            begins_with_validation = int(of_validation[:1].sum())
+            train.write(runs[begins_with_validation::2], int((~of_validation).sum()))
+            validation.write(runs[1 - begins_with_validation :: 2], int(of_validation.sum()))
             histogram += np.bincount(np.frexp(lengths)[1] - 1, minlength=_LENGTHS)
             text_bytes += int(sizes.sum())
             encoded += len(texts)
@@ -432,10 +438,11 @@ class _Piece:
     documents: int = 0
     tokens: int = 0
 
-    def write(self, ids: Ids, documents: int) -> None:
-        with translate_os_errors(str(self.path), needed=ids.nbytes), self.path.open("ab") as file:
-            file.write(ids.data)
-        self.tokens += len(ids)
+    def write(self, runs: Sequence[Ids], documents: int) -> None:
+        needed = sum(run.nbytes for run in runs)
+        with translate_os_errors(str(self.path), needed=needed), self.path.open("ab") as file:
+            file.writelines(run.data for run in runs)
+        self.tokens += sum(map(len, runs))
         self.documents += documents
 
 

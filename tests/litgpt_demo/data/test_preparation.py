@@ -1,5 +1,6 @@
 """Dataset preparation: what the bins hold, that they depend on the inputs alone, and that half a dataset is none."""
 
+import json
 import math
 import os
 import subprocess
@@ -44,6 +45,7 @@ from litgpt_demo.data.dataset import (
     verify_dataset,
 )
 from litgpt_demo.data.preparation import MapSteps, check_totals, in_threads, prepare
+from litgpt_demo.data.readers import FileFormat, Source, count_documents
 from litgpt_demo.data.tokens import load_tokenizer
 from litgpt_demo.errors import DataError, UserError
 from litgpt_demo.storage import Storage, is_remote, open_storage
@@ -140,14 +142,42 @@ def test_bytes_depend_on_corpus_and_settings_only(
     assert set(contents(folder / "root")) == of_the_dataset
 
 
-def test_empty_document_in_a_footers_count_is_found(tmp_path: Path, tokenizer: TokenizerFile) -> None:
-    """The last shard's footer counts a document that is empty: all are then counted and assigned anew."""
-    texts = [f"Document {number} of a corpus whose footers tell the count." for number in range(60)]
-    files: Files = [(".parquet", [*texts[:30]]), (".parquet", [*texts[30:59], "", texts[59]])]
+@pytest.mark.parametrize("form", [".parquet", ".jsonl", ".txt"])
+def test_empty_document_in_a_quick_count_is_found(
+    form: str, tmp_path: Path, tokenizer: TokenizerFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count of the last shard includes a document that is empty: all are then counted and assigned again."""
+    monkeypatch.setitem(FORMATS, ".jsonl", spaced_lines)
+    texts = [f"Document {number} of a corpus that is counted quickly." for number in range(60)]
+    files: Files = [(form, [*texts[:30]]), (form, [*texts[30:59], "", texts[59]])]
     planned, wanted = planned_case(tmp_path, files, tokenizer, validation_fraction=0.2)
     with cut_into(1500):
         manifest = prepare(planned, open_storage(str(tmp_path / "root")), map_steps=in_threads(1))
     assert found(planned, tmp_path / "root", manifest) == wanted
+
+
+def spaced_lines(texts: Sequence[str]) -> bytes:
+    return "".join(f"{json.dumps({'text': text}, separators=(',', ' : '))}\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "counts"),
+    [
+        ("a.txt", "eins<>zwei<>drei", (3, 12)),
+        ("a.txt", "eins<><>drei", None),
+        ("a.jsonl", '{"text": "a"}\n\n{"text": "b"}\n', (2, 26)),
+        ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None),
+        ("a.jsonl", '{"text":""}\n', None),
+        ("a.jsonl", '{"text" : ""}\n', (1, 13)),
+    ],
+)
+def test_documents_are_counted_by_lines_and_separators(
+    name: str, content: str, counts: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    """An empty document is counted only where no quick look shows it."""
+    path = write(tmp_path, {name: content.encode()}) / name
+    source = Source(address=str(path), name=name, size=len(content), version="", file=path)
+    assert count_documents(path, source, FileFormat(separator="<>"), most=100) == counts
 
 
 def test_max_bytes_of_a_large_corpus_reads_few_shards(tmp_path: Path, tokenizer: TokenizerFile) -> None:
