@@ -41,6 +41,7 @@ from litgpt_demo.data.workers import SHARDS, EncodeResult, EncodeTask, PrepConte
 from litgpt_demo.documents import FileRecord, write_manifest
 from litgpt_demo.errors import DataError, TrainLitgptError, UserError
 from litgpt_demo.storage import MANIFEST, ObjectInfo, Storage, combine_crc32c, is_remote, open_storage
+from litgpt_demo.storage.base import content_of
 from litgpt_demo.storage.local import translate_os_errors
 
 T = TypeVar("T")
@@ -111,7 +112,8 @@ def prepare(
     """Make the dataset, or return the manifest of the finished one. Killed at any moment, it can be called again."""
     if planned.unknown:
         raise UserError(f"the dataset cannot be made while its sources are not known: {planned.unknown}")
-    context = PrepContext(data=planned.data, root=root.root, path=planned.path)
+    found = frozenset(root.within(f"{planned.path}/{SHARDS}").list())
+    context = PrepContext(data=planned.data, root=root.root, path=planned.path, found=found)
     try:
         manifest = dataset.finished_dataset(root, planned)
         if manifest is None:
@@ -495,7 +497,8 @@ def _local_piece(context: PrepContext, piece: FileRecord) -> Iterator[Path]:
         yield Path(context.progress_store.address(piece.path))
         return
     path = context.local_pieces_dir / piece.path
-    context.progress_store.download(piece.path, path)  # only compares checksums where the piece is there
+    if not path.is_file() or content_of(path) != (piece.size, piece.crc32c):
+        context.progress_store.download(piece.path, path)
     yield path
     path.unlink()
 

@@ -53,6 +53,8 @@ class PrepContext:
     root: str
     path: str
     """The dataset's path below the root."""
+    found: frozenset[str] = frozenset()
+    """The files that were in the progress store at the beginning: no other record is looked for, by a request each."""
     local_pieces_dir: Path | None = None
     """The folder where workers leave the pieces that they upload to a bucket, to be hashed. A worker on another machine
     has no such folder. None for a local root, where the pieces themselves are read."""
@@ -138,6 +140,8 @@ def _digest_of(shard: Shard) -> str:
 
 def _read_record(context: PrepContext, name: str, kind: type[Record], shard: Shard) -> Record | None:
     store = context.progress_store
+    if name not in context.found:
+        return None
     try:
         record = parse_json(store.read(name), kind, where=store.address(name), fix="it is made again")
         if isinstance(record, ShardStats):
