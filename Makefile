@@ -82,7 +82,8 @@ size: $(VENV)/.installed-dev ## lines, files and other sizes of the source, next
 mutants: $(VENV)/.installed-dev ## mistakes of one line that some test has to notice; ONLY="NAME …" for some of them
 	$(BIN)/python tests/mutants.py $(ONLY)
 
-bench: bench-dataset bench-training bench-model bench-checkpoint bench-pipeline bench-diagnosis ## all measurements; QUICK=1 takes one round of each, within 7 minutes
+bench: $(VENV)/.installed-bench ## all measurements in one table, within 25 minutes on two cores; QUICK=1 takes one round of each
+	$(BIN)/python -m bench $(if $(QUICK),--quick)
 
 bench-dataset: $(VENV)/.installed-bench ## preparation, compared with gigatoken and LitGPT, and into a bucket
 	$(BIN)/python -m bench dataset $(if $(QUICK),--quick)

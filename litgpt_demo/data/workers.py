@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b, sha256
+from multiprocessing import parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -230,16 +231,17 @@ def skipped_ones(count: int, places: Sequence[str]) -> str:
     return f"; data.on_bad_document=skip left out {count:,} bad ones: {first_few(places)}"
 
 
-_encoders: dict[str, Encoder] = {}  # of this process, by the dataset's address
+# Of this process, by the dataset's address. In a worker process gigatoken encodes one text at a time: one per thread.
+_encoders: dict[tuple[str, int | None], Encoder] = {}
 _one_at_a_time = Lock()  # with functools.cache two threads would make the same one
 
 
 def _encoder_of(context: PrepContext) -> Encoder:
-    address = context.storage.address()
+    key = context.storage.address(), None if parent_process() is None else get_ident()
     with _one_at_a_time:
-        if address not in _encoders:
-            _encoders[address] = Encoder(_stored_tokenizer(context)[0])
-        return _encoders[address]
+        if key not in _encoders:
+            _encoders[key] = Encoder(_stored_tokenizer(context)[0])
+        return _encoders[key]
 
 
 def survey(context: PrepContext, shard: Shard, *, by_count: bool = True) -> ShardStats:
