@@ -78,7 +78,7 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     first, *stalls = (saved.stall for saved in results)
     seen = {name: seconds[1:] for name, seconds in seen.items()}
     bars: dict[str, Any] = {
-        f"stall of a step / {what}": (median(map(truediv, stalls, seen[name])), "at most", 0.02)
+        f"stall of a step / {what}": (median(map(truediv, stalls, seen[name])), "at most", 0.01)
         for what, name in (("torch.save of the whole state", "torch.save"), ("our own save, waited for", "waiting"))
     }
     for name in ("torch.save", "waiting", "load"):
