@@ -118,11 +118,24 @@ import json, os, signal, sys
 from multiprocessing import get_context
 from unittest.mock import MagicMock
 sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
-from litgpt_demo.training import checkpoints, loop, replaying, reporting  # with torch, once for all ranks
+from litgpt_demo.training import checkpoints, loop, replaying, reporting, saving  # with torch, once for all ranks
 
 reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
+
+def memory(part):
+    if isinstance(part, dict):
+        return {name: memory(value) for name, value in part.items()}
+    tensor = part.to_local() if hasattr(part, "to_local") else part
+    return tensor.data_ptr() if hasattr(tensor, "data_ptr") else tensor
+
+def checked(references, collect=saving.StateReferences.collect):
+    state, new = collect(references), collect(saving.StateReferences(references._training))
+    assert memory(state) == memory(new), "the references to a state are out of date"
+    return state
+
+saving.StateReferences.collect = checked
 
 def train(run, rank, world, dies_saving, replays):
     local = world // int(os.environ["GROUP_WORLD_SIZE"])
@@ -170,6 +183,7 @@ def train_elsewhere() -> Iterator[TrainElsewhere]:
     """Train runs, one after the other, in processes as torchrun starts them; returns the exit codes of their ranks.
 
     Of each run: folder, ranks, and the step in whose save a rank kills itself before the manifest is there, or 0.
+    At each save, each rank checks its references to the state against those of a new walk.
     Beside the folder each rank leaves what it had in the end; see `ends`. With `replays`, they replay these steps, and
     the result is in the folder `replays` of the run.
     """

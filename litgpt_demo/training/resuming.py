@@ -13,8 +13,9 @@ from litgpt_demo.documents import FileRecord, at_rest, fetch_verified, misread
 from litgpt_demo.errors import DataError, NetworkError, NodeError
 from litgpt_demo.storage import Storage
 from litgpt_demo.training import checkpoints
-from litgpt_demo.training.checkpoint_reader import files_of_state, load_checkpoint, training_state
+from litgpt_demo.training.checkpoint_reader import files_of_state, load_checkpoint
 from litgpt_demo.training.checkpoints import INDEX, CheckpointManifest
+from litgpt_demo.training.saving import StateReferences
 from litgpt_demo.training.setup import Training
 
 
@@ -105,10 +106,7 @@ class _Resumption:
         return self._fetch(manifest, needed[self._local_rank :: processes])
 
     def _needs(self, manifest: CheckpointManifest) -> tuple[int, set[str]]:
-        training = self._training
-        precision = training.fabric.strategy.precision.state_dict()
-        optimizer = training.optimizer.optimizer
-        state = training_state(training.model.module, optimizer, precision, training.average_tensors)
+        state = StateReferences(self._training).collect()
         return self._node, files_of_state(state, self._scratch, address=self._folder(manifest).address())
 
     def _fetch(self, manifest: CheckpointManifest, records: Sequence[FileRecord]) -> bool:

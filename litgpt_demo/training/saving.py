@@ -90,6 +90,7 @@ class Saver:
         # `before_commit` is called on rank 0, in the thread of the save: it stores what has to precede a checkpoint.
         self._training, self._on_result, self._before_commit = training, on_result, before_commit
         self._ranks = Ranks.of(training.fabric)
+        self._references = StateReferences(training)
         self._shards = ShardWriter(self._ranks, training.fabric.device)
         self._thread = thread_of(training.fabric.device, "checkpoint")
         # The save in flight: its result, an event that is set when the copy is complete, and the thread's work.
@@ -102,10 +103,7 @@ class Saver:
         began = monotonic()
         self._finalize()
         training, device = self._training, self._training.fabric.device
-        precision = training.fabric.strategy.precision.state_dict()
-        optimizer = training.optimizer.optimizer
-        state = training_state(training.model.module, optimizer, precision, training.average_tensors)
-        ready_event = None
+        state, ready_event = self._references.collect(), None
         if device.type == "cuda":  # the device must have come this far before the state may be read
             ready_event = torch.cuda.current_stream(device).record_event()
         result, staged = SaveResult(step=step, taken=began), Event()
@@ -243,6 +241,40 @@ class Saver:
             self._hook.remove()
             self._thread.shutdown()
             self._shards.close()
+
+
+class StateReferences:
+    """References to all tensors of a training's state.
+
+    Torch finds them by a walk through all modules, in 10 ms for 76 weights. It is repeated once a tensor is in other
+    memory than it found. The references keep that memory, so no other tensor can have its addresses.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self._training, self._model, self._optimizer = training, training.model.module, training.optimizer.optimizer
+        self._state, self._places = State(), list[object]()
+
+    def collect(self) -> State:
+        """Return the `training_state`."""
+        precision, average = self._training.fabric.strategy.precision.state_dict(), self._training.average_tensors
+        if self._places != self._find_places():
+            self._state = training_state(self._model, self._optimizer, precision, average)
+            self._places = self._find_places()  # the walk has given the optimizer a state if it had none
+        elif precision:
+            self._state["precision"] = precision
+        return self._state
+
+    @torch.no_grad()
+    def _find_places(self) -> list[object]:
+        values = list[Any]()
+        # FSDP's hooks of state_dict shard what an evaluation has left gathered.
+        for named in (self._model.state_dict(), self._training.average_tensors or {}, *self._optimizer.state.values()):
+            values += (*named, *named.values())
+        return [_place(value.to_local() if isinstance(value, DTensor) else value) for value in values]
+
+
+def _place(value: Any) -> object:
+    return (value.data_ptr(), value.dtype, value.shape, value.stride()) if isinstance(value, Tensor) else value
 
 
 class ShardWriter:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from threading import Barrier, Event, current_thread
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from litgpt_demo.training.checkpoint_reader import load_checkpoint, training_sta
 from litgpt_demo.training.checkpoints import folder_of, list_complete
 from litgpt_demo.training.ranks import Ranks
 from litgpt_demo.training.resuming import resume
-from litgpt_demo.training.saving import Saver, SaveResult
+from litgpt_demo.training.saving import Saver, SaveResult, StateReferences
 from litgpt_demo.training.setup import BatchLoader, Training
 from litgpt_demo.training.step import train_step
 
@@ -131,6 +132,95 @@ def test_save_has_the_state_of_its_moment(tmp_path: Path, device: str, capsys: p
     load_checkpoint(*restored, Path(training.run.address(folder_of(1))))
     assert all(map(torch.equal, before, tensors(*restored)))
     assert "warning" not in capsys.readouterr().out, "a GPU's copy goes through pinned memory"
+
+
+def changed(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor of the same form."""
+    return tensor.detach().clone().add_(1)
+
+
+def replace_average(training: Training) -> None:
+    if training.average is not None:
+        name = next(iter(training.average.tensors))
+        training.average.tensors[name] = changed(training.average.tensors[name])
+
+
+def replace_memory_of_weight(training: Training) -> None:
+    weight = next(training.model.module.parameters())
+    weight.data = changed(weight)
+
+
+def replace_weight(training: Training) -> None:
+    model, optimizer = whole(training)
+    before = model.lm_head.weight
+    model.lm_head.weight = nn.Parameter(changed(before))
+    for group in optimizer.param_groups:
+        group["params"] = [model.lm_head.weight if weight is before else weight for weight in group["params"]]
+    optimizer.state[model.lm_head.weight] = optimizer.state.pop(before)
+
+
+def replace_tensor_of_state(training: Training) -> None:
+    [state, *_] = whole(training)[1].state.values()
+    name = next(name for name, value in state.items() if value.dim())
+    state[name] = changed(state[name])
+
+
+def replace_state_of_weight(training: Training) -> None:
+    optimizer = whole(training)[1]
+    weight = next(iter(optimizer.state))
+    optimizer.state[weight] = {name: changed(value) for name, value in optimizer.state[weight].items()}
+
+
+def add_number_to_state(training: Training) -> None:
+    """A number is not changed in place, so each change needs a new walk."""
+    [state, *_] = whole(training)[1].state.values()
+    state["count"] = state.get("count", 0) + 1
+
+
+def forget_state(training: Training) -> None:
+    whole(training)[1].state.clear()
+
+
+REPLACEMENTS = [
+    replace_average, replace_memory_of_weight, replace_weight, replace_tensor_of_state, replace_state_of_weight,
+    add_number_to_state, add_number_to_state, forget_state,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"optimizer": "muon", "weight_average": 0.9}, {"precision": "bf16-true"}],
+    ids=str,
+)
+def test_references_are_always_those_of_a_new_walk(
+    new_training: NewTraining, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """After steps, a resume, and any replacement; steps alone need no walk."""
+    training, walks = new_training(**settings), list[object]()
+    monkeypatch.setattr(saving, "training_state", lambda *parts: walks.append(parts) or training_state(*parts))
+    references, scales = StateReferences(training), count()
+    # As a scaler of losses has, which is only on GPUs.
+    precision = training.fabric.strategy.precision
+    monkeypatch.setattr(precision, "state_dict", lambda: {"scale": next(scales)})
+
+    def check() -> None:
+        present = training_state(*whole(training), {"scale": next(scales) + 1}, training.average_tensors)
+        torch.testing.assert_close(references.collect(), present, rtol=0, atol=0)
+
+    with Saver(training, on_result=silent) as saver:
+        check()
+        for number in range(3):
+            train_step(training, number)
+            check()
+            saver.save(number + 1, None)
+    assert len(walks) == 2, "one for each of the two that refer to it"
+    assert resume(training, on_warning=pytest.fail) == 3
+    check()
+    train_step(training, 3)
+    check()
+    for replacement in REPLACEMENTS:
+        replacement(training)
+        check()
 
 
 def test_a_training_resumes_bit_for_bit_with_any_random_state(new_training: NewTraining) -> None:
