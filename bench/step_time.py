@@ -50,10 +50,11 @@ def bare_step(training: Training) -> Step:
 
     def plain_gradient_(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
         columns = targets.unsqueeze(1)
-        torch.log_softmax(logits, dim=-1, out=logits)
-        losses = -logits.gather(1, columns).squeeze(1)
-        logits.exp_().scatter_add_(1, columns, logits.new_full((), -1.0).expand(columns.shape))
-        return losses
+        losses = logits.amax(dim=-1, keepdim=True) - logits.gather(1, columns)
+        torch.softmax(logits, dim=-1, out=logits)
+        losses -= logits.amax(dim=-1, keepdim=True).log_()
+        logits.scatter_add_(1, columns, logits.new_full((), -1.0).expand(columns.shape))
+        return losses.squeeze(1)
 
     def step(_: int) -> None:
         with patch.object(loss, "_cross_entropy_gradient_", plain_gradient_):

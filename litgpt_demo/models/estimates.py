@@ -131,14 +131,21 @@ def update_flops(config: Any, train: TrainConfig) -> int:
     return int(optimizer_of(train).flops_per_matrix_number * config.n_embd * numbers)
 
 
-# Rows x vocabulary x 4 bytes of logits at a time. On a CPU what a large cache can hold; on a GPU enough to fill it.
-CHUNK_BYTES = {"cpu": 50 << 20, "cuda": 1 << 30}
+# Rows x vocabulary x 4 bytes of logits that one matrix product makes. On a CPU, many rows read the weights less often,
+# and the softmax takes as few at a time as a core's own cache holds; on a GPU enough to fill it.
+CHUNK_BYTES = {"cpu": 100 << 20, "cuda": 1 << 30}
+_BLOCK_BYTES = 2 << 20
 
 
 def chunk_rows(count: int, vocabulary: int, *, device: str) -> int:
     """Rows of logits to hold at once: `count` of them in as few equal parts as keep to CHUNK_BYTES."""
     at_most = max(1, CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
     return -(-count // -(-count // at_most))
+
+
+def block_rows(rows: int, vocabulary: int, *, device: str) -> int:
+    """Rows of a chunk whose softmax is computed at once."""
+    return rows if device != "cpu" else min(rows, max(1, _BLOCK_BYTES // (4 * vocabulary)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,13 +230,17 @@ def memory(
     mask = multiplied * mask_numbers
     activations = tokens * kept + mask
 
-    # The loss (models.loss) at its fullest: the last norm's output, both gradients and a chunk of logits, in float32.
+    # The loss (models.loss) at its fullest: the last norm's output, both gradients, a chunk of logits as they are
+    # multiplied, and a block of it in float32.
     narrow = multiplied if multiplied < 4 else 0  # the logits' gradient, and gradients of narrow weights, again
     capped = 8 if config.final_logit_softcapping is not None else 0  # the cap's slope, as it is computed
     hidden = int(tokens * config.n_embd)
-    logits = int(chunk_rows(tokens, config.padded_vocab_size, device=device) * config.padded_vocab_size)
-    workspace = 4 * logits if device == "cpu" else 0
-    loss = hidden * stored + (hidden + table(config)) * (4 + max(cast, narrow)) + logits * (4 + max(narrow, capped))
+    rows = chunk_rows(tokens, config.padded_vocab_size, device=device)
+    chunk = int(rows * config.padded_vocab_size)
+    block_size = int(block_rows(rows, config.padded_vocab_size, device=device) * config.padded_vocab_size)
+    logits = chunk * (narrow or 4) + block_size * (capped + (4 if narrow else 0))
+    workspace = chunk * (narrow or 4) if device == "cpu" else 0
+    loss = hidden * stored + (hidden + table(config)) * (4 + max(cast, narrow)) + logits
 
     # Weights in the type that they are multiplied in, where that is not their own.
     copies = 0 if shard_degree > 1 else cast * sum(sizes)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from litgpt_demo.models.estimates import chunk_rows
+from litgpt_demo.models.estimates import block_rows, chunk_rows
 
 
 class Workspace:
@@ -73,29 +73,42 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         precise, device = torch.promote_types(dtype, torch.float32), hidden.device
         inputs, matrix, count = hidden.to(dtype), weight.to(dtype), len(targets)
         rows = chunk_rows(count, len(weight), device=device.type)
-        logits = workspace.of("logits", rows, len(weight), dtype=precise, device=device)
-        narrow = logits
+        rows_of_block = block_rows(rows, len(weight), device=device.type)
+        products = workspace.of("products", rows, len(weight), dtype=dtype, device=device)
+        logits = products
         if dtype != precise:
-            narrow = workspace.of("narrow", rows, len(weight), dtype=dtype, device=device)
+            logits = workspace.of("logits", rows_of_block, len(weight), dtype=precise, device=device)
         total = hidden.new_zeros((), dtype=precise)
         gradients = _Gradients(hidden, weight, bias, dtype, workspace) if with_gradients else None
 
         for first in range(0, count, rows):
             part = slice(first, min(first + rows, count))
-            chunk, narrow_chunk = logits[: part.stop - first], narrow[: part.stop - first]
-            _multiply(inputs[part], matrix.T, out=chunk, workspace=narrow_chunk)
-            if bias is not None:
-                chunk += bias
-            cap_slope = None if softcap is None else _softcap_(chunk, softcap)
-            losses = _cross_entropy_gradient_(chunk, targets[part], z_loss)
-            total += losses.sum()
-            if per_token_loss_out is not None:
-                per_token_loss_out[part] = losses
-            if gradients is None:
-                continue
-            if cap_slope is not None:
-                chunk *= cap_slope
-            gradients.add_chunk(part, chunk, narrow_chunk, inputs, matrix)
+            chunk = products[: part.stop - first]
+            if dtype != precise and device.type == "cuda":  # which has one block, and sums in its precision
+                torch.mm(inputs[part], matrix.T, out_dtype=precise, out=logits[: len(chunk)])
+            else:
+                torch.mm(inputs[part], matrix.T, out=chunk)
+            for start in range(0, len(chunk), rows_of_block):
+                multiplied = chunk[start : start + rows_of_block]
+                block = multiplied
+                if dtype != precise:
+                    block = logits[: len(multiplied)]
+                    if device.type != "cuda":
+                        block.copy_(multiplied)
+                if bias is not None:
+                    block += bias
+                cap_slope = None if softcap is None else _softcap_(block, softcap)
+                place = slice(first + start, first + start + len(block))
+                losses = _cross_entropy_gradient_(block, targets[place], z_loss)
+                total += losses.sum()
+                if per_token_loss_out is not None:
+                    per_token_loss_out[place] = losses
+                if gradients is not None:
+                    if cap_slope is not None:
+                        block *= cap_slope
+                    gradients.add_block(block, multiplied)
+            if gradients is not None:
+                gradients.add_chunk(part, chunk, inputs, matrix)
 
         ctx.gradients = (None, None, None) if gradients is None else gradients.in_types_of(hidden, weight, bias)
         return total / count
@@ -120,13 +133,13 @@ def _softcap_(logits: Tensor, softcap: float) -> Tensor:
 
 
 def _cross_entropy_gradient_(logits: Tensor, targets: Tensor, z_loss: float) -> Tensor:
-    # The loss is taken from logarithms, because a probability may be 0 where a target is all but impossible.
+    # A target's loss is log(Z) minus its logit, and log(Z) is the largest logit minus the logarithm of its probability.
+    # That is at least 1 / vocabulary; the target's own may be 0. One exponential of each logit is computed in all.
     columns = targets.unsqueeze(1)
-    target_logits = logits.gather(1, columns) if z_loss else None
-    torch.log_softmax(logits, dim=-1, out=logits)
-    losses = -logits.gather(1, columns)
-    logits.exp_()
-    if target_logits is not None:  # its loss is log(Z) minus a target's logit
+    target_logits, largest = logits.gather(1, columns), logits.amax(dim=-1, keepdim=True)
+    torch.softmax(logits, dim=-1, out=logits)
+    losses = (largest - target_logits) - logits.amax(dim=-1, keepdim=True).log_()
+    if z_loss:
         logits *= 1 + 2 * z_loss * (target_logits + losses)
     logits.scatter_add_(1, columns, logits.new_full((), -1.0).expand(columns.shape))
     return losses.squeeze(1)
@@ -151,14 +164,19 @@ class _Gradients:
         self.lift = _LIFT if dtype == torch.float16 else 1.0
         self.count = len(hidden)
 
-    def add_chunk(self, part: slice, by_logits: Tensor, narrow: Tensor, inputs: Tensor, matrix: Tensor) -> None:
-        """Add the part of a chunk of rows; `narrow` gets the gradient by logits in the type of the products."""
-        alpha = 1 / (self.count * self.lift)
-        torch.mul(by_logits, self.lift, out=narrow)
-        _multiply(narrow, matrix, out=self.by_hidden[part], alpha=alpha)
-        _multiply(narrow.T, inputs[part], out=self.by_weight, workspace=self.product, alpha=alpha, add=part.start > 0)
+    def add_block(self, by_logits: Tensor, narrow: Tensor) -> None:
+        """Add the bias's part of a block of rows; `narrow` gets the gradient by logits in the type of the products."""
         if self.by_bias is not None:
             self.by_bias.add_(by_logits.sum(0), alpha=1 / self.count)
+        if self.lift != 1:
+            torch.mul(by_logits, self.lift, out=narrow)
+        elif narrow is not by_logits:
+            narrow.copy_(by_logits)  # a product by 1 would go through a copy of its own
+
+    def add_chunk(self, part: slice, by_logits: Tensor, inputs: Tensor, matrix: Tensor) -> None:
+        alpha, by_weight = 1 / (self.count * self.lift), self.by_weight
+        _multiply(by_logits, matrix, out=self.by_hidden[part], alpha=alpha)
+        _multiply(by_logits.T, inputs[part], out=by_weight, workspace=self.product, alpha=alpha, add=part.start > 0)
 
     def in_types_of(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         by_bias = self.by_bias
@@ -185,6 +203,8 @@ def _multiply(
         product = torch.mm(first, second, out=workspace)
         if add:
             out.add_(product, alpha=alpha)
+        elif alpha == 1:
+            out.copy_(product)
         else:
             # A plain number would be rounded to the product's type.
             torch.mul(product, out.new_tensor([alpha]), out=out)
