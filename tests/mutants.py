@@ -176,7 +176,7 @@ MUTANTS: tuple[tuple[str, ...], ...] = (
      "litgpt_demo/node/test_node_code.py", "litgpt_demo/node/test_node_environment.py"),
     ("pieces-of-another-assignment", "litgpt_demo/data/workers.py",
      "if recorded is not None and recorded.task == task.digest:", "if recorded is not None:",
-     "litgpt_demo/data/test_preparation.py::test_empty_document_in_a_quick_count_is_found[.parquet]"),
+     "litgpt_demo/data/test_preparation.py::test_empty_document_in_a_quick_count_is_found"),
     ("forged-document-boundary", "litgpt_demo/data/tokens.py",
      'if not token.get("special") and token["id"] != tokenizer.end_of_text', 'if token["id"] is not None',
      "litgpt_demo/data/test_tokens.py"),
