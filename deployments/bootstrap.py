@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import typer
@@ -46,7 +46,7 @@ _STARTUP = 180.0  # seconds: a fresh database is migrated first, which takes 15 
 _GRACE = 20.0  # seconds between SIGTERM and SIGKILL: a Prefect server takes 3 to end
 
 
-def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server on 127.0.0.1.")] = 4200) -> None:
+def serve(port: int) -> None:
     """Start Prefect's server with its UI and a worker unless they run, and update the deployments and automations."""
     notify = _notify()
     home, api = serving_home(), f"http://127.0.0.1:{port}/api"

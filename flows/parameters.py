@@ -42,7 +42,7 @@ from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
-from litgpt_demo.config import INTEGERS, Settings, bounded
+from litgpt_demo.config import INTEGERS, Settings, bounded, described
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.private import make_temporary
@@ -104,7 +104,7 @@ def with_config_parameters(
             return await flow(config_from(kind, values))
 
         parameters, lines, kinds = [], [], inspect.Parameter
-        fields = {"overrides": _OVERRIDES} | {name: kind.model_fields[name] for name in only or kind.model_fields}
+        fields = {"overrides": _OVERRIDES} | {name: described(kind)[name] for name in only or kind.model_fields}
         for name, field in fields.items():
             # The type with all metadata of the field, such as a pattern or a union's discriminator.
             annotation: Any = Annotated[field.annotation, field, _BOUNDED]
