@@ -6,13 +6,15 @@ import atexit
 import gc
 
 from cli import interrupts
+from litgpt_demo.imports import importing
 
 
 def main() -> None:
     """Run the command line, and end on Ctrl-C from the first moment to the last."""
     interrupts.answer()
     atexit.register(gc.freeze)  # as in litgpt_demo.__main__, for the objects of Prefect
-    from cli.main import main as command_line
+    with importing():
+        from cli.main import main as command_line
 
     try:
         command_line()

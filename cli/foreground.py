@@ -42,6 +42,7 @@ from launcher.events import TRAINING_STEPS, TRIAL, Event, JobChanged, Listener, 
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
+from litgpt_demo.imports import importing
 
 T = TypeVar("T")
 
@@ -66,7 +67,8 @@ def in_foreground(
 
             async def with_a_server() -> T:
                 running.put(cast(asyncio.Task[Any], asyncio.current_task()))
-                from flows.server import run_served
+                with importing():
+                    from flows.server import run_served
 
                 what = "starting Prefect's own server for this run (train-litgpt serve starts one that stays)"
                 return await run_served(load, on_own_server=lambda: watch.waiting(what))

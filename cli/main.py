@@ -238,7 +238,7 @@ def _run(settings: AnyConfig, output: bool = False) -> None:
         case RunConfig():
             with console.status("planning"):  # before a server is started
                 run = plan_to_start(settings)
-            final = _run_in_foreground("flows.train_litgpt:train_planned", {"run": run}, output=output)
+            final = _run_in_foreground("flows.training:train_planned", {"run": run}, output=output)
             _print_final(open_storage(settings.root).within(f"runs/{final.run}"), final)
 
 
