@@ -1,7 +1,7 @@
 """The seconds of short commands, each in a process of its own, as a person waits for them: the median of all rounds.
 
-`runs` lists six runs that have ended. `plan` finds the corpus on this machine and no dataset, so that it tries the start
-of the text. Python's own start is measured beside them.
+`runs` lists six runs that have ended. `plan` finds the corpus on this machine but no dataset, so it tries the start of
+the text. Python's own start is measured beside them.
 """
 
 from __future__ import annotations
