@@ -6,15 +6,13 @@ import atexit
 import gc
 
 from cli import interrupts
-from litgpt_demo.imports import importing
 
 
 def main() -> None:
     """Run the command line, and end on Ctrl-C from the first moment to the last."""
     interrupts.answer()
     atexit.register(gc.freeze)  # as in litgpt_demo.__main__, for the objects of Prefect
-    with importing():
-        from cli.main import main as command_line
+    from cli.main import main as command_line
 
     try:
         command_line()

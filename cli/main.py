@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import secrets
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -18,9 +21,13 @@ from traceback import walk_tb
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from pydantic_core import to_jsonable_python
 from rich.markup import escape
+from rich.table import Table
 
 from cli.terminal import Screen, accept_any_text, show_text
+from deployments import bootstrap
+from flows import serving
 from launcher import DEFAULT_ROOT, pages
 from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
@@ -30,13 +37,9 @@ from litgpt_demo.storage import Storage, is_remote, open_storage
 
 if TYPE_CHECKING:
     from launcher.checks.plan import AnyConfig
-    from launcher.job import LogLine
-    from launcher.provenance.verification import Verification
-    from launcher.replay import ReplayPlan
-    from launcher.runs.attempts import Attempt, Attempts
+    from launcher.runs.attempts import Attempts
     from launcher.runs.index import AttemptRecord
-    from launcher.runs.listing import RunRow, Target
-    from litgpt_demo.config import Settings
+    from launcher.runs.listing import Target
     from litgpt_demo.export import FinalManifest
 
 T = TypeVar("T")
@@ -274,11 +277,8 @@ def benchmark_network(
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None) -> None:
     """Prepare the dataset of a config, and stop there."""
-    from launcher.benchmark import BenchmarkConfig
-    from launcher.config import ScriptConfig
-
     settings = read_config(config, overrides, platform_file)
-    if isinstance(settings, ScriptConfig | BenchmarkConfig):
+    if not hasattr(settings, "data"):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
     sections = {name: getattr(settings, name) for name in ("root", "data", "dataset_workers")}
     _run_in_foreground("flows.train_litgpt:prepare_dataset", sections)
@@ -293,11 +293,9 @@ def sweep(
     replace: Replace = False,
 ) -> None:
     """Run the trials of a config's `sweep` section: a grid, or a random or TPE search."""
-    from launcher.config import SweepConfig
-
     changes = _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace)
     settings = read_config(config, changes, platform_file)
-    if not isinstance(settings, SweepConfig):
+    if not hasattr(settings, "sweep"):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so nothing varies; add one, as "
             "`sweep={grid: {train.seed: [1, 2]}}`, or use `train-litgpt run`"
@@ -475,7 +473,6 @@ def submit(
 ) -> None:
     """Start the flow of a deployment on Prefect's server, with some settings changed, or list the deployments."""
     _quiet_prefect()
-    from deployments.bootstrap import PREFECT_FILE
     from flows.parameters import list_deployments, submit_deployment
     from flows.server import server_address, server_problems
     from launcher.config import overrides_of, read_platform_file
@@ -484,7 +481,7 @@ def submit(
     if deployment is None:
         if server_address() is None:
             _print_notes("no Prefect server runs: `train-litgpt serve` starts one with these deployments")
-            texts = {entry["name"]: entry["description"] for entry in read_yaml(PREFECT_FILE)["deployments"]}
+            texts = {entry["name"]: entry["description"] for entry in read_yaml(bootstrap.PREFECT_FILE)["deployments"]}
         else:
             with server_problems():
                 texts = {name: entry.description or "" for name, entry in list_deployments().items()}
@@ -501,28 +498,8 @@ def _submitted(flow_run: str, full: str, page: str | None) -> None:
     _say(f"flow run [bold]{flow_run}[/] of {full}\n  {page}")
 
 
-@app.command()
-def serve(port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the server on 127.0.0.1.")] = 4200) -> None:
-    """Start Prefect's server with its UI and a worker unless they run, and update the deployments and automations."""
-    from deployments import bootstrap
-
-    bootstrap.serve(port)
-
-
-@app.command()
-def stop() -> None:
-    """End the server and the worker that `serve` started. Jobs continue, and the command names them."""
-    from deployments import bootstrap
-
-    bootstrap.stop()
-
-
-@app.command()
-def deploy() -> None:
-    """Update the work pool, the deployments and the automations of a team's Prefect server, that of PREFECT_API_URL."""
-    from deployments import bootstrap
-
-    bootstrap.deploy()
+for _command in (bootstrap.serve, bootstrap.stop, bootstrap.deploy):
+    app.command()(_command)
 
 
 @app.command()
@@ -531,13 +508,12 @@ def init(
     file: Annotated[Path | None, typer.Argument(help="The file. The default is PLATFORM.yaml.")] = None,
 ) -> None:
     """Write a commented config of a training on a platform. An existing file is not changed."""
-    from deployments.bootstrap import CONFIGS
-
-    platforms = sorted(path.stem for path in (CONFIGS / "platforms").glob("*.yaml"))
+    configs = bootstrap.CONFIGS
+    platforms = sorted(path.stem for path in (configs / "platforms").glob("*.yaml"))
     if platform not in platforms:
         raise ConfigProblem(f"unknown platform {platform!r}; choose one of {', '.join(platforms)}")
     file = file or Path(f"{platform}.yaml")
-    shipped = (CONFIGS / f"{platform}.yaml").read_text(encoding="utf-8")
+    shipped = (configs / f"{platform}.yaml").read_text(encoding="utf-8")
     try:
         with file.open("x", encoding="utf-8") as config:
             config.write(f"# From `train-litgpt init`; `train-litgpt settings` lists all settings.\n{shipped}")
@@ -635,9 +611,7 @@ def settings(
     from launcher.benchmark import BenchmarkConfig
     from launcher.config import RunConfig, ScriptConfig, SweepConfig, settings_of
 
-    kinds: dict[str, type[Settings]] = {
-        "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
-    }  # fmt: skip
+    kinds = {"training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig}
     if kind not in kinds:
         raise ConfigProblem(f"unknown --kind={kind!r}; choose one of {', '.join(kinds)}")
     rows = [
@@ -661,7 +635,6 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this machine and the needs of a config, and print how to fix each problem."""
-    from flows import serving
     from launcher.checks.doctor import examine_environment
     from launcher.checks.plan import plan_of
 
@@ -727,11 +700,7 @@ def verify(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Compute every digest of a run, its model or a dataset again, and name each file that differs."""
-    import secrets
-    import tempfile
-
-    from launcher.provenance import signing, verification
-    from launcher.provenance.replays import check_replays, draw_replays
+    from launcher.provenance import replays, signing, verification
     from litgpt_demo.storage.local import translate_os_errors
 
     key = None
@@ -751,17 +720,16 @@ def verify(
     if output is not None and output.absolute().is_relative_to(place.local_path() or "/dev/null"):
         raise ConfigProblem(f"--output={output} is inside of what is verified; name a file elsewhere")
     with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
-        plans: list[ReplayPlan] = []
-        steps: list[int] = []
+        plans, steps = list[Any](), list[int]()
         if replay:  # steps that cannot be replayed here are refused at once
             if seed is None:
                 seed = secrets.randbits(32)
-            steps, plans = draw_replays(place, replay, open_storage(folder), seed=seed)
+            steps, plans = replays.draw_replays(place, replay, open_storage(folder), seed=seed)
             _say(f"replaying the steps {', '.join(map(str, steps))}, drawn with --seed {seed}", stderr)
         with console.status("verifying"):
             result = verification.verify(place, key=key)
             if plans:
-                check_replays(result, plans, steps, on_warning=_print_notes)
+                replays.check_replays(result, plans, steps, on_warning=_print_notes)
     if output is not None:
         with translate_os_errors(str(output)):
             output.write_text(json.dumps(result.statement(), indent=1) + "\n", encoding="utf-8")
@@ -770,7 +738,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _print_verification(result: Verification) -> None:
+def _print_verification(result: Any) -> None:
     for check in result.checks:
         mark = "[green]✓[/]"
         if check.problems:
@@ -809,7 +777,6 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
-    from flows import serving
     from launcher.runs.index import DamagedRecords, Index
     from launcher.runs.listing import run_rows, table_of
 
@@ -838,8 +805,7 @@ def status(
 
     resolved, bad = target_of(target, overrides, platform_file, root), DamagedRecords()
     is_sweep = len(resolved.runs) > 1
-    summary: list[RunRow] = []
-    attempts: list[Attempt] = []
+    summary, attempts = list[Any](), list[Any]()
     if is_sweep or as_json:
         summary = run_rows(resolved.index, resolved.runs, bad=bad, open=resolved.open)
     if not is_sweep:
@@ -893,8 +859,6 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
-    import asyncio
-
     from launcher.runs import waiting
 
     resolved = target_of(target, overrides, platform_file, root)
@@ -915,7 +879,7 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
         if len(resolved.runs) > 1:
             prefix = f"{attempts.run}  "
 
-        def show_lines(lines: Iterable[LogLine]) -> None:
+        def show_lines(lines: Iterable[Any]) -> None:
             for line in lines:
                 if since is not None and line.time is None:
                     what = f"the logs of platform {platform.name} are files, whose lines have no time"
@@ -974,8 +938,6 @@ def cleanup(
 
     Runs that are live, or whose state is unknown, are never changed.
     """
-    import asyncio
-
     from launcher.runs.index import Index
     from launcher.runs.listing import orphaned_resources, remove_orphaned_resource
 
@@ -1037,8 +999,6 @@ def target_of(name: str, overrides: list[str] | None, platform_file: Path | None
 
 def _print_json(result: T) -> T:
     if console is stderr:
-        from pydantic_core import to_jsonable_python
-
         document = json.loads(json.dumps(to_jsonable_python(result)), parse_constant=str)  # JSON has no NaN: "NaN"
         typer.echo(json.dumps(document, indent=1))
     return result
@@ -1083,8 +1043,6 @@ def _print_notes(*notes: str) -> None:
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows or console is stderr:  # the JSON document has the rows
         return
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     lengths = {name: max(len(str(row.get(name, ""))) for row in [*rows, {name: name}]) for name in rows[0]}
     for name in _SPARED:

@@ -6,14 +6,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from launcher.job import LogLine
-    from litgpt_demo.metrics import Row
 
 NOTHING = "–"
 """The sign that stands in for a missing number."""
@@ -142,7 +141,7 @@ def readable(line: LogLine) -> str:
     return str(replace(line, text=f"{before} {text}".lstrip()))
 
 
-def _row_text(row: Row) -> str:
+def _row_text(row: Mapping[str, Any]) -> str:
     step = f"step {row['step']}  " if row["kind"] != "network" else ""
     match row["kind"]:
         case "start":
