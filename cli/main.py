@@ -611,7 +611,7 @@ def settings(
     from launcher.benchmark import BenchmarkConfig
     from launcher.config import RunConfig, ScriptConfig, SweepConfig, settings_of
 
-    kinds = {"training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig}
+    kinds = dict[str, Any](training=RunConfig, script=ScriptConfig, sweep=SweepConfig, network=BenchmarkConfig)
     if kind not in kinds:
         raise ConfigProblem(f"unknown --kind={kind!r}; choose one of {', '.join(kinds)}")
     rows = [

@@ -83,6 +83,21 @@ def test_looking_imports_nothing_heavy(workdir: Path) -> None:
     assert heavy.isdisjoint(imported.split())
 
 
+def test_help_imports_no_settings(workdir: Path) -> None:
+    """Help and completion wait for no model of Pydantic: those of all settings take half a second."""
+    code = (
+        "import sys, cli.main\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try: cli.main.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *help_lines, imported = done.stdout.splitlines()
+    assert any("benchmark-network" in line for line in help_lines)
+    assert {"pydantic", "numpy", "launcher.config", "litgpt_demo.config"}.isdisjoint(imported.split())
+
+
 def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
     for name, kind in (("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)):
         config = read_config(workdir / name, ["platform.processes_per_node=1"], workdir / "there.yaml")
@@ -304,7 +319,8 @@ def test_collect_prints_only_its_result_not_that_of_libraries(
 
     monkeypatch.setattr("litgpt_demo.export.models.export", export)
     written = list[tuple[str, str]]()
-    monkeypatch.setattr("launcher.provenance.statements.write_statements", lambda run, place: written.append((run.address(), place)))
+    statements = "launcher.provenance.statements.write_statements"
+    monkeypatch.setattr(statements, lambda run, place: written.append((run.address(), place)))
     monkeypatch.setattr("litgpt_demo.export.summary_lines", lambda made: [made["sample"]])
     assert cli("collect", f"{workdir}/out/runs/copy") == Said(0, f"made\n✓ {workdir}/out/runs/copy/final\n", "")
     assert cli("collect", f"{workdir}/out/runs/copy", "--average").code == 0
