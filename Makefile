@@ -17,7 +17,7 @@ export DO_NOT_TRACK := 1
 # Of Prefect's server. The environment's own PORT is meant for others.
 PORT   = 4200
 
-.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-model bench-checkpoint bench-pipeline bench-diagnosis diagrams docs clean
+.PHONY: help train test test-real $(REAL:%=test-%) test-flaky ci quick check audit serve stop deploy ui golden lock size mutants bench bench-dataset bench-training bench-model bench-checkpoint bench-pipeline bench-commands bench-diagnosis diagrams docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-22s %s\n", "make " $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -99,6 +99,9 @@ bench-checkpoint: $(VENV)/.installed ## what a save costs a training, and how fa
 
 bench-pipeline: $(VENV)/.installed ## what the pipeline adds to a bare torchrun
 	$(BIN)/python -m bench pipeline $(if $(QUICK),--quick)
+
+bench-commands: $(VENV)/.installed ## the seconds of --help, runs and plan
+	$(BIN)/python -m bench commands $(if $(QUICK),--quick)
 
 bench-diagnosis: $(VENV)/.installed ## how often the diagnosis of a failure is right, in seconds: it reads recorded ones
 	$(BIN)/python -m bench diagnosis $(if $(QUICK),--quick)

@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path("bench/results")
-ROUNDS = {"dataset": 5, "training": 5, "model": 3, "step_time": 3, "checkpoint": 7, "pipeline": 3, "diagnosis": 1}
+ROUNDS = {
+    "dataset": 5,
+    "training": 5,
+    "model": 3,
+    "step_time": 3,
+    "checkpoint": 7,
+    "pipeline": 3,
+    "commands": 7,
+    "diagnosis": 1,
+}
 # Of all of them together, within 25 minutes on two cores.
-TOGETHER = {"dataset": 3, "training": 2, "model": 1, "checkpoint": 5, "pipeline": 2, "diagnosis": 1}
+TOGETHER = {"dataset": 3, "training": 2, "model": 1, "checkpoint": 5, "pipeline": 2, "commands": 5, "diagnosis": 1}
 
 
 def machine_name(device: str) -> str:

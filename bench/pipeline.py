@@ -43,7 +43,7 @@ TICK = "import time\nfor number in range(6000):\n    print('tick', number, flush
 def bare(root: Path, settings: list[str]) -> float:
     """Seconds that torchrun alone takes for the training, node by node as a user would start it by hand."""
     run = plan_run(validated(RunConfig, config_document(CONFIG, [f"root={root}", *settings]), where="here"))
-    write_config(run, training_spec(run, prepare(run.dataset, run.root)))
+    write_config(run, training_spec(run, prepare(run.dataset, run.root)), attempt=1)
     job = run.job(attempt=1, image=None)
     environment = os.environ | default_settings().open().render(job).body["nodes"][0]["env"]
     with socket.create_server(("127.0.0.1", 0)) as probe:

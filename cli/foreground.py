@@ -35,13 +35,13 @@ from rich.text import Text
 
 from cli import interrupts
 from cli.terminal import Screen
-from launcher import events
-from launcher.config import RunConfig
+from launcher import DEFAULT_ROOT, events
 from launcher.curves import summary
 from launcher.events import TRAINING_STEPS, TRIAL, Event, JobChanged, Listener, Step
 from launcher.formatting import duration_text
 from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
+from litgpt_demo.imports import importing
 
 T = TypeVar("T")
 
@@ -66,7 +66,8 @@ def in_foreground(
 
             async def with_a_server() -> T:
                 running.put(cast(asyncio.Task[Any], asyncio.current_task()))
-                from flows.server import run_served
+                with importing():
+                    from flows.server import run_served
 
                 what = "starting Prefect's own server for this run (train-litgpt serve starts one that stays)"
                 return await run_served(load, on_own_server=lambda: watch.waiting(what))
@@ -289,10 +290,9 @@ def program() -> list[str]:
 
 def cancel_commands(jobs: Sequence[JobChanged]) -> list[str]:
     """Return the commands that cancel these jobs: one for each run, and one for all trials of a sweep."""
-    default = RunConfig.model_fields["root"].default
     commands = []
     for name, root in dict.fromkeys((job.sweep or job.run, job.root) for job in jobs):
-        options = [] if root == default else ["--root", root]
+        options = [] if root == DEFAULT_ROOT else ["--root", root]
         commands.append(shlex.join([*program(), "cancel", name, *options]))
     return commands
 

@@ -1,4 +1,4 @@
-"""The command line. Heavy imports (Prefect, and through no path torch) wait until a command needs them."""
+"""The command line. A command imports what it needs when it is called, so that help and completion are quick."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from io import StringIO
 from pathlib import Path
 from pkgutil import resolve_name
 from traceback import walk_tb
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 from rich.markup import escape
 from rich.table import Table
@@ -29,55 +28,19 @@ from rich.table import Table
 from cli.terminal import Screen, accept_any_text, show_text
 from deployments import bootstrap
 from flows import serving
-from launcher import pages
-from launcher.benchmark import BenchmarkConfig, pairs_table, table
-from launcher.checks.doctor import examine_environment
-from launcher.checks.plan import AnyConfig, lost_steps, plan_of, plan_to_start, previews, progress_of
-from launcher.checks.preflight import check_evaluation
-from launcher.config import (
-    RunConfig,
-    ScriptConfig,
-    SweepConfig,
-    config_document,
-    overrides_of,
-    read_platform_file,
-    settings_of,
-    validated,
-)
+from launcher import DEFAULT_ROOT, pages
 from launcher.errors import ConfigProblem, JobFailed, raise_on_errors
 from launcher.formatting import bytes_text, readable
-from launcher.images.identity import software_identity
-from launcher.job import LogLine
-from launcher.provenance import signing, verification
-from launcher.provenance.replays import check_replays, draw_replays
-from launcher.provenance.statements import write_statements
-from launcher.provenance.summary import summary_of
-from launcher.replay import ReplayPlan, plan_replay, replay_here
-from launcher.reports import replays
-from launcher.runs import waiting
-from launcher.runs.attempts import Attempt, Attempts, cancel_all
-from launcher.runs.index import AttemptRecord, DamagedRecords, Index
-from launcher.runs.listing import (
-    RunRow,
-    Target,
-    find_started_with,
-    orphaned_resources,
-    remove_orphaned_resource,
-    resolve_target,
-    run_rows,
-    table_of,
-)
-from launcher.runs.sweeps import trials
-from litgpt_demo.config import EvaluationConfig, Settings
-from litgpt_demo.data.dataset import verify_dataset
-from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import EXIT_CODES, DataError, FailureClass, Finding, TrainLitgptError, fault_of_findings
-from litgpt_demo.export import FinalManifest, summary_lines, usage
-from litgpt_demo.export.evaluation import evaluations
 from litgpt_demo.proxies import settle_proxies
-from litgpt_demo.runs import FINAL, FINAL_AVERAGE, HUGGINGFACE, LITGPT, METRICS, REPORT
 from litgpt_demo.storage import Storage, is_remote, open_storage
-from litgpt_demo.storage.local import translate_os_errors
+
+if TYPE_CHECKING:
+    from launcher.checks.plan import AnyConfig
+    from launcher.runs.attempts import Attempts
+    from launcher.runs.index import AttemptRecord
+    from launcher.runs.listing import Target
+    from litgpt_demo.export import FinalManifest
 
 T = TypeVar("T")
 
@@ -98,6 +61,8 @@ def program(
 ) -> None:
     """From raw text to a verified, trained GPT, on whatever machines you have."""
     if version:  # from installed metadata: nothing heavy is imported
+        from launcher.images.identity import software_identity
+
         identity = software_identity()
         typer.echo(", ".join(filter(None, [*identity.listed("train-litgpt"), identity.revision])))
         typer.echo(", ".join(identity.listed("torch", "litgpt", "prefect", "python")))
@@ -113,6 +78,8 @@ def _targets(context: typer.Context) -> list[str]:
     root = context.params.get("root") or DEFAULT_ROOT
     if is_remote(root):
         return _configs()
+    from launcher.runs.index import Index
+
     return [*Index.of(root).runs(), *_configs()]
 
 
@@ -149,7 +116,6 @@ Duplicate = Annotated[
 ]
 Replace = Annotated[bool, typer.Option("--replace", help="First cancel another job of this name that is running.")]
 Root = Annotated[str, typer.Option(help="The root in which names are looked up: a folder, or gs://bucket/prefix.")]
-DEFAULT_ROOT: str = RunConfig.model_fields["root"].default
 _MOST_PROBLEMS = 20  # lines of a verification: a changed seed changes every batch
 # The columns that a narrow terminal does without, in this order.
 _SPARED = ("flow run", "attempts", "platform", "age", "validation")
@@ -179,6 +145,10 @@ def errors_for_people() -> Iterator[None]:
 
 
 def _problem_of_prefects_settings(error: ValueError) -> str:
+    from pydantic import ValidationError
+
+    from litgpt_demo.documents import first_problem
+
     home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").expanduser()
     files = (file.absolute() for file in (profiles, Path("prefect.toml"), Path("pyproject.toml")) if file.is_file())
@@ -197,6 +167,9 @@ def read_config(
 ) -> AnyConfig:
     """Read a config of the kind that its sections name: `script`, `sweep`, `measure`, or a training. For an explicit
     `kind`, sections that such a config lacks are ignored."""
+    from launcher.benchmark import BenchmarkConfig
+    from launcher.config import RunConfig, ScriptConfig, SweepConfig, config_document, validated
+
     document = config_document(path, assignments or [], platform_file=platform_file)
     if kind is None:
         kinds: dict[str, type[AnyConfig]] = {"measure": BenchmarkConfig, "script": ScriptConfig, "sweep": SweepConfig}
@@ -247,6 +220,11 @@ def _with_launch(overrides: list[str] | None, *, allow_duplicate: bool, replace:
 
 
 def _run(settings: AnyConfig, output: bool = False) -> None:
+    from launcher.benchmark import BenchmarkConfig, pairs_table, table
+    from launcher.checks.plan import plan_to_start
+    from launcher.config import RunConfig, ScriptConfig, SweepConfig
+    from launcher.runs.sweeps import trials
+
     match settings:
         case SweepConfig():
             trials(settings)  # an impossible sweep is refused before anything starts
@@ -263,11 +241,14 @@ def _run(settings: AnyConfig, output: bool = False) -> None:
         case RunConfig():
             with console.status("planning"):  # before a server is started
                 run = plan_to_start(settings)
-            final = _run_in_foreground("flows.train_litgpt:train_planned", {"run": run}, output=output)
+            final = _run_in_foreground("flows.training:train_planned", {"run": run}, output=output)
             _print_final(open_storage(settings.root).within(f"runs/{final.run}"), final)
 
 
 def _print_final(folder: Storage, final: FinalManifest) -> None:
+    from litgpt_demo.export import usage
+    from litgpt_demo.runs import FINAL, HUGGINGFACE, LITGPT, METRICS, REPORT
+
     paths = {"model": LITGPT, "card": f"{FINAL}/MODEL_CARD.md", "report": REPORT, "metrics": METRICS}
     if final.huggingface:
         paths = {"model": LITGPT, "hf model": HUGGINGFACE, **paths}
@@ -288,6 +269,8 @@ def benchmark_network(
     config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None, as_json: Json = False
 ) -> None:
     """Measure the network of a config's platform: the bandwidth among ranks, and the slow node if there is one."""
+    from launcher.benchmark import BenchmarkConfig
+
     _run(read_config(config, overrides, platform_file, kind=BenchmarkConfig))
 
 
@@ -295,7 +278,7 @@ def benchmark_network(
 def prepare(config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None) -> None:
     """Prepare the dataset of a config, and stop there."""
     settings = read_config(config, overrides, platform_file)
-    if isinstance(settings, ScriptConfig | BenchmarkConfig):
+    if not hasattr(settings, "data"):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
     sections = {name: getattr(settings, name) for name in ("root", "data", "dataset_workers")}
     _run_in_foreground("flows.train_litgpt:prepare_dataset", sections)
@@ -312,7 +295,7 @@ def sweep(
     """Run the trials of a config's `sweep` section: a grid, or a random or TPE search."""
     changes = _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace)
     settings = read_config(config, changes, platform_file)
-    if not isinstance(settings, SweepConfig):
+    if not hasattr(settings, "sweep"):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so nothing varies; add one, as "
             "`sweep={grid: {train.seed: [1, 2]}}`, or use `train-litgpt run`"
@@ -334,6 +317,10 @@ def collect(
     as_json: Json = False,
 ) -> None:
     """Export a run's last checkpoint for LitGPT and Hugging Face, and check both against the trained weights."""
+    from launcher.provenance.statements import write_statements
+    from litgpt_demo.export import summary_lines
+    from litgpt_demo.runs import FINAL, FINAL_AVERAGE
+
     finals = []
     for storage in _folders(target, overrides, platform_file, root):
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # libraries print greetings and warnings
@@ -402,6 +389,11 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Score a run's collected model: `evaluate RUN 'tasks=[hellaswag]' limit=100`, as `evaluation` has it."""
+    from launcher.checks.preflight import check_evaluation
+    from launcher.config import overrides_of, validated
+    from litgpt_demo.config import EvaluationConfig
+    from litgpt_demo.export.evaluation import evaluations
+
     settings = validated(EvaluationConfig, overrides_of(tasks or []), where="evaluation")
     raise_on_errors(check_evaluation(settings))  # before a server is started
     run = _folder(target, root)
@@ -440,6 +432,9 @@ def replay(
 
     The run does not change. Its folder `replays` gets a page and the result.
     """
+    from launcher.replay import plan_replay, replay_here
+    from launcher.reports import replays
+
     if platform and processes is not None:
         raise ConfigProblem("--processes is for this machine, and --platform has the run's own number; give one")
     folder = _folder(target, root)
@@ -480,6 +475,7 @@ def submit(
     _quiet_prefect()
     from flows.parameters import list_deployments, submit_deployment
     from flows.server import server_address, server_problems
+    from launcher.config import overrides_of, read_platform_file
     from launcher.yaml_files import read_yaml
 
     if deployment is None:
@@ -559,6 +555,8 @@ def render(
     ] = False,
 ) -> None:
     """Print exactly what would be sent to the platform, for each trial of a sweep. Nothing is started or written."""
+    from launcher.checks.plan import previews
+
     submissions = previews(read_config(config, overrides, platform_file))
     unknown = dict.fromkeys(what for submission in submissions.values() for what in submission.unknown)
     if unknown and not explain:
@@ -582,6 +580,8 @@ def plan(
     config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None, as_json: Json = False
 ) -> None:
     """Show which steps would run, which are done already, what the training costs, and what blocks it."""
+    from launcher.checks.plan import plan_of
+
     planned = _print_json(plan_of(read_config(config, overrides, platform_file)))
     for rows in (planned.steps, planned.trials, planned.arithmetic):
         _print_table(rows)
@@ -608,9 +608,10 @@ def settings(
 
     The pages of docs/reference/settings also have the type and the unit of each.
     """
-    kinds: dict[str, type[Settings]] = {
-        "training": RunConfig, "script": ScriptConfig, "sweep": SweepConfig, "network": BenchmarkConfig,
-    }  # fmt: skip
+    from launcher.benchmark import BenchmarkConfig
+    from launcher.config import RunConfig, ScriptConfig, SweepConfig, settings_of
+
+    kinds = dict[str, Any](training=RunConfig, script=ScriptConfig, sweep=SweepConfig, network=BenchmarkConfig)
     if kind not in kinds:
         raise ConfigProblem(f"unknown --kind={kind!r}; choose one of {', '.join(kinds)}")
     rows = [
@@ -634,6 +635,9 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check this machine and the needs of a config, and print how to fix each problem."""
+    from launcher.checks.doctor import examine_environment
+    from launcher.checks.plan import plan_of
+
     if config is None and platform_file is not None:
         raise ConfigProblem("--platform needs a config; give one: train-litgpt doctor CONFIG --platform FILE")
     settings = None
@@ -661,6 +665,9 @@ def sign(
 
     TRAIN_LITGPT_KEY_PASSWORD opens a key that is encrypted.
     """
+    from launcher.provenance import signing, verification
+    from litgpt_demo.runs import FINAL, FINAL_AVERAGE
+
     signer = signing.load_signer(key, os.environ.get(signing.KEY_PASSWORD))
     run, written = _folder(target, root), list[str]()
     names = [name for name in (FINAL, FINAL_AVERAGE) if name == FINAL or run.within(name).list()]
@@ -693,6 +700,9 @@ def verify(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Compute every digest of a run, its model or a dataset again, and name each file that differs."""
+    from launcher.provenance import replays, signing, verification
+    from litgpt_demo.storage.local import translate_os_errors
+
     key = None
     if public_key is not None:
         key = signing.load_public_key(public_key)
@@ -710,16 +720,16 @@ def verify(
     if output is not None and output.absolute().is_relative_to(place.local_path() or "/dev/null"):
         raise ConfigProblem(f"--output={output} is inside of what is verified; name a file elsewhere")
     with tempfile.TemporaryDirectory(prefix="train-litgpt-verify-") as folder:
-        plans, steps = list[ReplayPlan](), list[int]()
+        plans, steps = list[Any](), list[int]()
         if replay:  # steps that cannot be replayed here are refused at once
             if seed is None:
                 seed = secrets.randbits(32)
-            steps, plans = draw_replays(place, replay, open_storage(folder), seed=seed)
+            steps, plans = replays.draw_replays(place, replay, open_storage(folder), seed=seed)
             _say(f"replaying the steps {', '.join(map(str, steps))}, drawn with --seed {seed}", stderr)
         with console.status("verifying"):
             result = verification.verify(place, key=key)
             if plans:
-                check_replays(result, plans, steps, on_warning=_print_notes)
+                replays.check_replays(result, plans, steps, on_warning=_print_notes)
     if output is not None:
         with translate_os_errors(str(output)):
             output.write_text(json.dumps(result.statement(), indent=1) + "\n", encoding="utf-8")
@@ -728,7 +738,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _print_verification(result: verification.Verification) -> None:
+def _print_verification(result: Any) -> None:
     for check in result.checks:
         mark = "[green]✓[/]"
         if check.problems:
@@ -743,6 +753,8 @@ def _print_verification(result: verification.Verification) -> None:
 
 
 def _verify_dataset(dataset: str) -> None:
+    from litgpt_demo.data.dataset import verify_dataset
+
     manifest = verify_dataset(dataset)
     _print_json({"documents": manifest.documents, "tokens": manifest.tokens, "files": len(manifest.files)})
     size = bytes_text(sum(file.size for file in manifest.files))
@@ -753,6 +765,8 @@ def _verify_dataset(dataset: str) -> None:
 @app.command()
 def summary(target: Words, root: Root = DEFAULT_ROOT) -> None:
     """Print a run's summary of training content for Article 53 of the EU AI Act, as Markdown, to be completed."""
+    from launcher.provenance.summary import summary_of
+
     show_text(summary_of(_folder(target, root)))
 
 
@@ -763,6 +777,9 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs that were started under a root, the newest first."""
+    from launcher.runs.index import DamagedRecords, Index
+    from launcher.runs.listing import run_rows, table_of
+
     root, bad = folder or root, DamagedRecords()
     rows = run_rows(Index.of(root), bad=bad)
     if any(row.is_live for row in rows) and (os.environ.get("PREFECT_API_URL") or serving.served()):
@@ -782,9 +799,13 @@ def status(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Show the state and progress of every attempt of a run, or of every trial of a sweep."""
+    from launcher.checks.plan import progress_of
+    from launcher.runs.index import DamagedRecords
+    from launcher.runs.listing import run_rows, table_of
+
     resolved, bad = target_of(target, overrides, platform_file, root), DamagedRecords()
     is_sweep = len(resolved.runs) > 1
-    summary, attempts = list[RunRow](), list[Attempt]()
+    summary, attempts = list[Any](), list[Any]()
     if is_sweep or as_json:
         summary = run_rows(resolved.index, resolved.runs, bad=bad, open=resolved.open)
     if not is_sweep:
@@ -838,6 +859,8 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
     root: Root = DEFAULT_ROOT,
 ) -> None:
     """Show the log lines of all nodes, with metrics in words. Lines of a sweep begin with the name of their trial."""
+    from launcher.runs import waiting
+
     resolved = target_of(target, overrides, platform_file, root)
     newest: dict[Attempts, AttemptRecord] = {}
     for attempts in resolved.attempts:
@@ -856,7 +879,7 @@ def logs(  # noqa: C901 - each option selects lines, and the closures share all 
         if len(resolved.runs) > 1:
             prefix = f"{attempts.run}  "
 
-        def show_lines(lines: Iterable[LogLine]) -> None:
+        def show_lines(lines: Iterable[Any]) -> None:
             for line in lines:
                 if since is not None and line.time is None:
                     what = f"the logs of platform {platform.name} are files, whose lines have no time"
@@ -882,6 +905,9 @@ def cancel(
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Cancel the jobs of a run or a sweep, and prove that no resources of them remain."""
+    from launcher.checks.plan import lost_steps
+    from launcher.runs.attempts import cancel_all
+
     resolved = target_of(target, overrides, platform_file, root)
     resolved.index.request_cancel(resolved.name)
     cancelled, problems = cancel_all(resolved.attempts, log=_print_notes)
@@ -912,6 +938,9 @@ def cleanup(
 
     Runs that are live, or whose state is unknown, are never changed.
     """
+    from launcher.runs.index import Index
+    from launcher.runs.listing import orphaned_resources, remove_orphaned_resource
+
     is_unknown, cancelled, removed = False, list[Any](), list[str]()
     if not dry_run:
         _quiet_prefect()
@@ -955,6 +984,8 @@ def cleanup(
 
 def target_of(name: str, overrides: list[str] | None, platform_file: Path | None, root: str) -> Target:
     """Return the runs that a config, a name or @last means, for verbs that query or change jobs."""
+    from launcher.runs.listing import find_started_with, resolve_target
+
     if name.endswith((".yaml", ".yml")) or Path(name).is_file():
         return find_started_with(read_config(Path(name), overrides, platform_file))
     if overrides:

@@ -18,17 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
-import yaml
 
 from flows import serving
 from flows.serving import AUTH, CHECKOUT, ORIGINS, SERVER_AUTH, environment_file, serving_home, settings_in
-from launcher.config import config_document, validated
 from launcher.errors import ConfigProblem
 from launcher.formatting import harmless
-from launcher.runs.index import DamagedRecords, Index
-from launcher.runs.listing import run_rows
 from litgpt_demo import PYTHON
-from litgpt_demo.heartbeat import started
 from litgpt_demo.secrets import is_protected
 from litgpt_demo.storage.private import close_folder, write_private
 
@@ -147,6 +142,9 @@ def _deploy() -> None:
 
 def stop() -> None:
     """End the server and the worker that `serve` started. Jobs continue, and the command names them."""
+    from launcher.runs.index import DamagedRecords, Index
+    from launcher.runs.listing import run_rows
+
     os.environ |= environment(serving_home())
     with suppress(psutil.Error, OSError):  # relative roots are the worker's
         worker = serving.live("worker")
@@ -185,6 +183,8 @@ def prefect(*arguments: str, check: bool = True) -> int:
 
 
 def _start(name: str, command: Sequence[str], more: Mapping[str, str] = MappingProxyType({})) -> None:
+    from litgpt_demo.heartbeat import started
+
     log = serving.kept_file(f"{name}.log")
     close_folder(log.parent)
     log.touch(mode=0o600)
@@ -210,6 +210,7 @@ def _end(name: str) -> bool:
 
 
 async def _bring_up_to_date(notify: str) -> None:
+    import yaml
     from prefect.blocks.webhook import Webhook
     from prefect.client.orchestration import get_client
 
@@ -277,6 +278,7 @@ def settings(flow: str, config: str, platform: str | None = None) -> dict[str, A
     """Return all settings of a config as the parameters of a flow, for prefect.yaml, and `try_it`: Markdown for the
     deployment's description. A section of a flow run replaces the stored section."""
     from flows.parameters import KINDS, parameters_with
+    from launcher.config import config_document, validated
 
     platform_file = None if platform is None else CONFIGS / platform
     parameters = parameters_with(flow, config_document(CONFIGS / config, platform_file=platform_file), {})

@@ -42,7 +42,7 @@ from launcher.errors import ConfigProblem
 from launcher.events import SCRIPT_STEPS, TRAINING_STEPS, FlowRunStarted, Note, Step, report
 from launcher.runs.attempts import Attempts, cancel_all, platform_opener
 from launcher.runs.index import Index
-from litgpt_demo.config import INTEGERS, Settings, bounded
+from litgpt_demo.config import INTEGERS, Settings, bounded, described
 from litgpt_demo.documents import first_problem
 from litgpt_demo.errors import TrainLitgptError
 from litgpt_demo.storage.private import make_temporary
@@ -85,10 +85,11 @@ _OVERRIDES = FieldInfo(
 
 
 def with_config_parameters(
-    kind: type[AnyConfig], only: Sequence[str] = ()
+    kind: type[AnyConfig], only: Sequence[str] = (), *, has_form: bool = True
 ) -> Callable[[Callable[[AnyConfig], Coroutine[Any, Any, T]]], Callable[..., Coroutine[Any, Any, T]]]:
     """Give a flow the fields of `kind` as parameters, all or `only` some, and `overrides`. Prefect makes its form and
-    its validation from a function's signature and from the `Args:` of its docstring."""
+    its validation from a function's signature and from the `Args:` of its docstring. Without a form it takes any value.
+    """
 
     def with_parameters(flow: Callable[[AnyConfig], Coroutine[Any, Any, T]]) -> Callable[..., Coroutine[Any, Any, T]]:
         @wraps(flow)
@@ -104,12 +105,14 @@ def with_config_parameters(
             return await flow(config_from(kind, values))
 
         parameters, lines, kinds = [], [], inspect.Parameter
-        fields = {"overrides": _OVERRIDES} | {name: kind.model_fields[name] for name in only or kind.model_fields}
+        fields = {"overrides": _OVERRIDES} | {name: described(kind)[name] for name in only or kind.model_fields}
         for name, field in fields.items():
             # The type with all metadata of the field, such as a pattern or a union's discriminator.
             annotation: Any = Annotated[field.annotation, field, _BOUNDED]
             branches = get_args(field.annotation) or (field.annotation,)
-            if all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches):
+            if not has_form:
+                annotation = Any
+            elif all(isinstance(branch, type) and issubclass(branch, Settings) for branch in branches):
                 annotation = Annotated[annotation, WrapValidator(_explained)]
             default = kinds.empty if field.is_required() else field.get_default(call_default_factory=True)
             parameters.append(kinds(name, kinds.KEYWORD_ONLY, annotation=annotation, default=default))

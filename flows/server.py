@@ -20,6 +20,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, get_current_settings, t
 from flows import serving
 from launcher.errors import ConfigProblem, ServerUnreachable
 from litgpt_demo.errors import one_line
+from litgpt_demo.imports import importing
 from litgpt_demo.secrets import translating
 from litgpt_demo.storage.private import close_folder
 
@@ -84,7 +85,8 @@ async def run_served(load: Callable[[], Pipeline[T]], *, on_own_server: Callable
     if server_address() is None:
         own = OwnServer()
         on_own_server()
-    pipeline = load()
+    with importing():
+        pipeline = load()
     await asyncio.to_thread(require_server if own is None else own.wait)
     with server_problems():
         return await pipeline()

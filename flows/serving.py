@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from litgpt_demo import PYTHON
-from litgpt_demo.heartbeat import started
+from litgpt_demo.imports import importing
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 AUTH = "PREFECT_API_AUTH_STRING"
@@ -74,6 +74,8 @@ def kept_file(name: str) -> Path:
 
 def live(name: str) -> psutil.Process | None:
     """Return the process of the server or the worker that `train-litgpt serve` started; None if it has ended."""
+    from litgpt_demo.heartbeat import started  # not for a server, which it costs 50 ms
+
     with suppress(FileNotFoundError, PermissionError, ValueError, ProcessLookupError, psutil.NoSuchProcess):
         pid, began = kept_file(f"{name}.pid").read_text().split()
         process = psutil.Process(int(pid))
@@ -108,8 +110,9 @@ def server_command(port: int, *, app: str) -> list[str]:
 
 def server() -> Any:
     """Return Prefect's server, whose transactions on SQLite wait for each other."""
-    from prefect.server.api.server import create_app
-    from sqlalchemy import Engine, event
+    with importing():
+        from prefect.server.api.server import create_app
+        from sqlalchemy import Engine, event
 
     # Prefect begins most transactions as readers. SQLite refuses one at once that writes after another has written,
     # "database is locked", and an event to which this happens five times reaches no automation (Prefect 3.8.8).

@@ -17,7 +17,8 @@ from prefect.concurrency.asyncio import concurrency
 from prefect.exceptions import ObjectNotFound
 
 from flows.parameters import cancel_jobs, with_config_parameters
-from flows.train_litgpt import ON_ROW, PLANNED, train_litgpt
+from flows.train_litgpt import train_litgpt
+from flows.training import ON_ROW, PLANNED
 from launcher.checks.plan import findings_of
 from launcher.config import SweepConfig
 from launcher.errors import JobCancelled, LauncherError, PlatformUnreachable

@@ -29,6 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import ErrorDetails
 
+from launcher import DEFAULT_ROOT
 from launcher.errors import ConfigProblem
 from launcher.images.settings import Image, NoImage
 from launcher.platforms import default_settings, settings_classes
@@ -45,6 +46,7 @@ from litgpt_demo.config import (
     RestartSettings,
     Settings,
     TrainConfig,
+    described,
     discriminator,
 )
 
@@ -132,7 +134,7 @@ class RunConfig(Settings):
 
     name: str = Field("gpt", pattern=NAME_PATTERN)
     """The name of the run: lower-case letters, digits and dashes, at most 32."""
-    root: PathOrUri = "output"
+    root: PathOrUri = DEFAULT_ROOT
     """The folder, or gs://bucket/prefix, of all files of this run: dataset, checkpoints, logs, models."""
     data: DataConfig = DataConfig()
     """The text, and how it becomes tokens."""
@@ -209,7 +211,7 @@ class ScriptConfig(Settings, coerce_numbers_to_str=True):
 
     name: str = Field("script", pattern=NAME_PATTERN)
     """The name of the job: lower-case letters, digits and dashes, at most 32."""
-    root: PathOrUri = "output"
+    root: PathOrUri = DEFAULT_ROOT
     """The folder, or gs://bucket/prefix, of the logs."""
     script: PathOrUri
     """A Python file (a path) or a module (`-m package.module`)."""
@@ -600,7 +602,7 @@ def settings_of(
     """Yield the settings of a model and its sections in the order of the form. The `defaults` of a section may differ
     from those of its model."""
     for name in model.model_json_schema()["properties"]:
-        field = model.model_fields[name]
+        field = described(model)[name]
         value = getattr(defaults, name) if isinstance(defaults, model) else field.default
         sections = list(_sections(field.annotation))
         if not sections or value is None or isinstance(value, int):

@@ -6,12 +6,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launcher.job import LogLine
-from litgpt_demo.metrics import METRICS_MARK, Row, from_log_line
+if TYPE_CHECKING:
+    from launcher.job import LogLine
 
 NOTHING = "–"
 """The sign that stands in for a missing number."""
@@ -126,6 +127,8 @@ def terminal_text(line: str) -> str:
 
 def readable(line: LogLine) -> str:
     """Return the line as it is printed, a metrics row as text. A prefix of torchrun stays."""
+    from litgpt_demo.metrics import METRICS_MARK, from_log_line
+
     row = from_log_line(line.text)
     if row is None:
         return str(line)
@@ -135,10 +138,10 @@ def readable(line: LogLine) -> str:
     except (KeyError, TypeError, ValueError, OverflowError):  # a node may write anything
         text = ", ".join(f"{name} {value}" for name, value in row.items())
     text = " ".join(text.splitlines())  # a text in a row must not look like a line of another node
-    return str(LogLine(line.node, f"{before} {text}".lstrip()))
+    return str(replace(line, text=f"{before} {text}".lstrip()))
 
 
-def _row_text(row: Row) -> str:
+def _row_text(row: Mapping[str, Any]) -> str:
     step = f"step {row['step']}  " if row["kind"] != "network" else ""
     match row["kind"]:
         case "start":

@@ -11,6 +11,7 @@ from contextlib import suppress
 from importlib import import_module
 
 from litgpt_demo.errors import FailureClass, TrainLitgptError, UserError, fault_of_exception
+from litgpt_demo.imports import importing
 from litgpt_demo.node.logs import drop_lines_without_room
 from litgpt_demo.proxies import settle_proxies
 
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
 
             for finding in check_packages(os.environ):
                 raise UserError(finding.what, fix=finding.fix)
-        command: Callable[[Sequence[str]], int] = import_module(COMMANDS[argv[0]]).main
+        with importing():
+            command: Callable[[Sequence[str]], int] = import_module(COMMANDS[argv[0]]).main
         settle_proxies(os.environ)
         return command(argv[1:])
     except (TrainLitgptError, OSError) as error:

@@ -6,16 +6,20 @@ The docstring under a field is its help text: in the Prefect form, in the JSON s
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import math
 import posixpath
 import re
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
 from fractions import Fraction
+from functools import cache
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +37,7 @@ from pydantic import (
     model_validator,
 )
 from pydantic.annotated_handlers import GetCoreSchemaHandler
+from pydantic.fields import FieldInfo
 from pydantic.json_schema import WithJsonSchema
 from pydantic_core import CoreSchema
 
@@ -41,13 +46,39 @@ from litgpt_demo.optimizers import OPTIMIZERS, OptimizerKind
 from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, Schedule, in_steps, schedule_problem
 
 
-def arrange_form(schema: dict[str, Any]) -> None:
-    """Add the position and the title of each field for Prefect's form.
+@cache
+def _docstrings(module: str) -> dict[tuple[str, str], str]:
+    """Return the docstrings below the annotated names of a module's classes, by the names of class and attribute."""
+    found = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            for attribute, below in pairwise(node.body):
+                if isinstance(attribute, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    name = ast.unparse(attribute.target)
+                    found[node.name, name] = inspect.cleandoc(ast.literal_eval(below.value))
+    return found
+
+
+def described(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of a settings class, each with its docstring as its description. Pydantic's option
+    `use_attribute_docstrings` does so for every class at import, which takes 0.2 s of every process."""
+    for kind in model.__mro__:
+        if issubclass(kind, Settings):
+            for name, field in model.model_fields.items():
+                field.description = field.description or _docstrings(kind.__module__).get((kind.__name__, name))
+    return model.model_fields
+
+
+def arrange_form(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Add the description, the position and the title of each field for Prefect's form.
 
     Postgres does not keep the order of keys. Pydantic gives no title to a field that is a section, so several sections
     of one class would all have the title of the class.
     """
     for position, (name, field) in enumerate(schema.get("properties", {}).items()):
+        description = described(model)[name].description
+        if description is not None:
+            field["description"] = description
         field["position"] = position
         field.setdefault("title", name.replace("_", " ").title())
 
@@ -94,7 +125,10 @@ class Settings(BaseModel):
     """Base of all settings that a user can write."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, json_schema_extra=arrange_form
+        extra="forbid",
+        frozen=True,
+        json_schema_extra=arrange_form,
+        defer_build=True,  # a command uses a few of the hundred settings classes
     )
 
     @classmethod

@@ -68,7 +68,9 @@ class Collector:
         """Start the process, unless it runs. It imports its libraries, and waits for `begin`."""
         if self._process is None:
             command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", self._run.storage.address(), "--on-word"]
-            self._process = Child(command, environ=environment_of_readers(os.environ))
+            # The ranks may still run. Threads that spin while they wait for each other would take their cores.
+            environment = environment_of_readers(os.environ) | {"OMP_WAIT_POLICY": "PASSIVE"}
+            self._process = Child(command, environ=environment)
             self._begun = False
         if begin and not self._begun:
             self._begun = True

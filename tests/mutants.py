@@ -21,6 +21,12 @@ _SLURM = "launcher/platforms/slurm/test_slurm_jobs.py"
 # What it is called, the file, a piece of a line that the file has once, and what takes its place; then the tests below
 # tests/, one of which notices it: files, or single tests of slow files.
 MUTANTS: tuple[tuple[str, ...], ...] = (
+    ("no-collection-after-an-import", "litgpt_demo/imports.py", "        gc.enable()", "        pass",
+     "litgpt_demo/test_imports.py::test_garbage_is_collected_after_an_import_that_failed"),
+    ("inherited-settings-have-no-help", "litgpt_demo/config.py", "    for kind in model.__mro__:",
+     "    for kind in (model,):", "litgpt_demo/test_imports.py::test_inherited_settings_have_their_descriptions"),
+    ("deployments-have-no-form", "flows/parameters.py", "            if not has_form:", "            if has_form:",
+     "flows/test_parameters.py::test_form_of_a_flow_has_the_fields_of_its_config"),
     ("two-roots-are-one-job", "launcher/job.py", "sha256(self.root.encode())", "sha256(b'')",
      "launcher/runs/test_attempts.py"),
     ("ancestors-left-out-of-a-statement", "launcher/provenance/dependencies.py", "    while run.address() not in seen:",

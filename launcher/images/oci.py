@@ -24,7 +24,8 @@ from launcher.errors import ImageOutOfSight, ImageProblem, ImageUnreachable
 from litgpt_demo import timeouts
 from litgpt_demo.documents import parse_json
 from litgpt_demo.errors import DataError, one_line
-from litgpt_demo.secrets import Grant, is_loopback, is_protected, origin_of, protected_client, redacted
+from litgpt_demo.grants import Grant
+from litgpt_demo.secrets import is_loopback, is_protected, origin_of, protected_client, redacted
 
 if TYPE_CHECKING:
     import httpx

@@ -49,7 +49,7 @@ def _order_as_declared(schema: dict[str, Any], model: type[PlatformSettings]) ->
         if name not in order:
             order.insert(order.index(predecessor) + 1, name)
     schema["properties"] = {name: properties[name] for name in order}
-    arrange_form(schema)
+    arrange_form(schema, model)
 
 
 class PlatformSettings(Settings):

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
+from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ from litgpt_demo.data.readers import MOST_POINTER, FileFormat, Source, first_few
 from litgpt_demo.errors import UserError
 from litgpt_demo.secrets import redacted
 from litgpt_demo.storage import ObjectInfo, is_remote, open_storage
+from litgpt_demo.storage.base import copy_with_crc
 
 CorpusSettings = TypeVar("CorpusSettings", bound=Settings)
 
@@ -66,8 +68,10 @@ class Stdlib(CorpusKind[StdlibCorpus]):
             for path in (Path(folder, name) for name in names if name.endswith(".py")):
                 with suppress(UnicodeDecodeError):
                     if path.is_file():
-                        path.read_bytes().decode()
-                        yield _Selected(str(path), path.relative_to(library).as_posix()).source()
+                        content = path.read_bytes()
+                        content.decode()
+                        stored = ObjectInfo(path.name, *copy_with_crc(BytesIO(content)))
+                        yield _Selected(str(path), path.relative_to(library).as_posix(), stored).source()
 
 
 class Files(CorpusKind[FileCorpus]):

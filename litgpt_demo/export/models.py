@@ -30,6 +30,7 @@ from litgpt_demo.export.card import cost_of, write_card
 from litgpt_demo.export.proof import Texts, opened_by_litgpt, opened_by_transformers, probe_batch, trainer_logits
 from litgpt_demo.export.weights import Weights, write_litgpt, write_safetensors
 from litgpt_demo.heartbeat import NODE_DIRECTORY
+from litgpt_demo.imports import importing
 from litgpt_demo.models.huggingface import HuggingFaceModel, huggingface_model
 from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.parent import follow_parent, report_progress
@@ -279,8 +280,9 @@ def main(argv: Sequence[str]) -> int:
             lines.get()
 
     if lines is not None:  # import already what the proof needs
-        from matplotlib.backends import backend_agg  # noqa: F401
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationMixin  # noqa: F401
+        with importing():
+            from matplotlib.backends import backend_agg  # noqa: F401
+            from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel  # noqa: F401
     await_word()
     run = open_storage(args.run)
     report: Report = report_progress if args.on_word else lambda what: None

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from litgpt_demo.errors import FailureClass, NetworkError
+from litgpt_demo.imports import importing
 from litgpt_demo.node.code import CODE
 from litgpt_demo.node.logs import drop_lines_without_room
 from litgpt_demo.secrets import is_loopback
@@ -39,9 +40,10 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return 1 if a rank failed, or a full disk's code if the report cannot be
     written."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    with importing():
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
 
     arguments = parse_args(list(argv))  # type: ignore[no-untyped-call]
     _bound_grace()

@@ -83,6 +83,21 @@ def test_looking_imports_nothing_heavy(workdir: Path) -> None:
     assert heavy.isdisjoint(imported.split())
 
 
+def test_help_imports_no_settings(workdir: Path) -> None:
+    """Help and completion wait for no model of Pydantic: those of all settings take half a second."""
+    code = (
+        "import sys, cli.main\n"
+        "sys.argv[1:] = ['--help']\n"
+        "try: cli.main.main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *help_lines, imported = done.stdout.splitlines()
+    assert any("benchmark-network" in line for line in help_lines)
+    assert {"pydantic", "numpy", "launcher.config", "litgpt_demo.config"}.isdisjoint(imported.split())
+
+
 def test_sections_select_the_kind_of_a_config(workdir: Path, cli: Cli) -> None:
     for name, kind in (("training.yaml", RunConfig), ("script.yaml", ScriptConfig), ("sweep.yaml", SweepConfig)):
         config = read_config(workdir / name, ["platform.processes_per_node=1"], workdir / "there.yaml")
@@ -191,7 +206,7 @@ def test_doctor_ticks_only_what_is_there(cli: Cli, monkeypatch: pytest.MonkeyPat
 def test_run_names_its_model_when_the_corpus_is_gone(cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     final = SimpleNamespace(run="tiny-0123456789", prompt="ten bottles", sample="ten bottles fall", huggingface=None)
     monkeypatch.setattr("cli.main._run_in_foreground", lambda *_, **__: final)
-    monkeypatch.setattr("cli.main.plan_to_start", lambda _: (workdir / "poem.txt").unlink(missing_ok=True))
+    monkeypatch.setattr("launcher.checks.plan.plan_to_start", lambda _: (workdir / "poem.txt").unlink(missing_ok=True))
     output = cli("run", "training.yaml")
     assert (output.code, output.err) == (0, "")
     model = str(workdir / "out/runs/tiny-0123456789/final/litgpt")
@@ -200,7 +215,7 @@ def test_run_names_its_model_when_the_corpus_is_gone(cli: Cli, workdir: Path, mo
 
 
 def test_verbs_fail_when_nothing_was_started(cli: Cli, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.main.check_evaluation", lambda _: [])  # the harness may not be installed
+    monkeypatch.setattr("launcher.checks.preflight.check_evaluation", lambda _: [])  # the harness may not be installed
     verbs = ("status", "cancel", "logs", "collect", "generate", "evaluate", "replay")
     required = {"evaluate": ["tasks=[words]"], "replay": ["--steps", "1-2"]}
     for verb, *arguments in (*((verb, "training.yaml") for verb in verbs), ("evaluate", "@last", "--root", "out")):
@@ -304,8 +319,9 @@ def test_collect_prints_only_its_result_not_that_of_libraries(
 
     monkeypatch.setattr("litgpt_demo.export.models.export", export)
     written = list[tuple[str, str]]()
-    monkeypatch.setattr("cli.main.write_statements", lambda run, place: written.append((run.address(), place)))
-    monkeypatch.setattr("cli.main.summary_lines", lambda made: [made["sample"]])
+    statements = "launcher.provenance.statements.write_statements"
+    monkeypatch.setattr(statements, lambda run, place: written.append((run.address(), place)))
+    monkeypatch.setattr("litgpt_demo.export.summary_lines", lambda made: [made["sample"]])
     assert cli("collect", f"{workdir}/out/runs/copy") == Said(0, f"made\n✓ {workdir}/out/runs/copy/final\n", "")
     assert cli("collect", f"{workdir}/out/runs/copy", "--average").code == 0
     assert written == [(f"{workdir}/out/runs/copy", place) for place in ("final", "final-average")]

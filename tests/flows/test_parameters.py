@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
@@ -28,6 +29,7 @@ from flows.parameters import (
 from flows.run_torchrun import benchmark_network, run_torchrun
 from flows.sweep_litgpt import sweep_litgpt
 from flows.train_litgpt import prepare_dataset, train_litgpt
+from flows.training import _train_here
 from launcher.benchmark import BenchmarkConfig
 from launcher.config import LaunchSettings, RunConfig, validated
 from launcher.errors import ConfigProblem
@@ -55,6 +57,15 @@ def test_form_of_a_flow_has_the_fields_of_its_config(flow: Flow[..., Any]) -> No
         assert None not in titles
         assert len(titles) == len({*titles}), "sections of one class are told apart"
     assert "sweep" not in flow.parameters.definitions.get("LaunchSettings", {}).get("properties", {}), "sweeps set it"
+
+
+def test_flow_of_a_command_has_the_parameters_of_its_form() -> None:
+    """Prefect stores them with the flow run, and whatever reads them does not know who started it."""
+    command, deployment = (inspect.signature(flow.fn).parameters for flow in (_train_here, train_litgpt))
+    assert _train_here.name == train_litgpt.name
+    assert [(name, part.default) for name, part in command.items()] == [
+        (name, part.default) for name, part in deployment.items()
+    ]
 
 
 @pytest.mark.usefixtures("prefect_api")

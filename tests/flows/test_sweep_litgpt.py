@@ -21,7 +21,7 @@ from waiting import until
 
 from flows import sweep_litgpt as module
 from flows.sweep_litgpt import sweep_litgpt
-from flows.train_litgpt import PLANNED
+from flows.training import PLANNED
 from launcher.config import RunConfig, SweepConfig
 from launcher.errors import ConfigProblem, JobCancelled, JobFailed, LauncherError
 from launcher.runs.attempts import CancelWatch, job_handle

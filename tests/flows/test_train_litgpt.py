@@ -214,7 +214,7 @@ def test_resumed_flow_run_follows_its_live_job_without_corpus(
     platform.followed[job_id] = JobState.CANCELLED
     monkeypatch.setattr(platform, "check_access", partial(pytest.fail, "access is no matter of a job that runs"))
     monkeypatch.setattr(StrictPlatform, "poll_seconds", 0.01)
-    monkeypatch.setattr("flows.train_litgpt.flow_runs", lambda: ["its-id"])
+    monkeypatch.setattr("flows.training.flow_runs", lambda: ["its-id"])
     with pytest.raises(JobCancelled, match=f"{run.name}-.* was cancelled"):
         asyncio.run(train_litgpt(**dict(config)))
     assert [record.attempt for record in handle.attempts.records()] == [1]

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from litgpt_demo import secrets as module
 from litgpt_demo.errors import one_line
+from litgpt_demo.grants import Grant
 from litgpt_demo.node import logs
-from litgpt_demo.secrets import Grant, Mask, is_loopback, is_protected, origin_of, redacted, secrets_of
+from litgpt_demo.secrets import Mask, is_loopback, is_protected, origin_of, redacted, secrets_of
 
 
 @pytest.mark.parametrize("host", ["127.evil.example", "localhost.evil.example", "0.0.0.0", "127.1", "2130706433"])

@@ -47,7 +47,7 @@ class LocalPlatform:
 
     name: ClassVar[str] = "local"
     is_remote_service: ClassVar[bool] = False
-    poll_seconds: ClassVar[float] = 0.5  # a query costs two file reads
+    poll_seconds: ClassVar[float] = 0.2  # a query costs two file reads, and a person waits for the end
 
     def __init__(self, settings: LocalPlatformConfig) -> None:
         home = Path(os.environ.get("TRAIN_LITGPT_HOME") or Path.home() / ".train-litgpt")

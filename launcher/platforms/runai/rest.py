@@ -18,7 +18,8 @@ from launcher.errors import ConfigProblem, LoginProblem, NoCredentials, Platform
 from launcher.job import UNBUILT, drop_empty
 from launcher.platforms.runai.render import PREEMPTIBILITY, Workload
 from launcher.platforms.runai.settings import Credentials, RunaiPlatformConfig, credentials_of
-from litgpt_demo.secrets import Grant, origin_of, protected_client, redacted
+from litgpt_demo.grants import Grant
+from litgpt_demo.secrets import origin_of, protected_client, redacted
 
 TRAININGS = "/api/v1/workloads/distributed"
 WORKLOADS = "/api/v1/workloads"
