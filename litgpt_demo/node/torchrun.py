@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -39,10 +38,13 @@ SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 def main(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments; return 1 if a rank failed, or a full disk's code if the report cannot be
     written."""
+    gc.disable()  # as in litgpt_demo.__main__
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    gc.freeze()
+    gc.enable()
     arguments = parse_args(list(argv))  # type: ignore[no-untyped-call]
     _bound_grace()
     # Only after all imports, because a user's module may be called `random`.
@@ -140,6 +142,5 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
 
 
 if __name__ == "__main__":
-    atexit.register(gc.freeze)  # as in litgpt_demo.__main__
     drop_lines_without_room()
     sys.exit(main(sys.argv[1:]))
