@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -41,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
             for finding in check_packages(os.environ):
                 raise UserError(finding.what, fix=finding.fix)
-        with importing():
+        # Extras of torchmetrics, which lightning imports: half of the time of all imports.
+        with importing(hidden={"transformers", "matplotlib"}):
             command: Callable[[Sequence[str]], int] = import_module(COMMANDS[argv[0]]).main
         settle_proxies(os.environ)
         return command(argv[1:])
@@ -59,7 +59,6 @@ def _leave(ended: Sequence[int]) -> None:
     A thread of gloo that still holds a tensor needs Python to release it. During finalization this aborts the rank,
     though its training is complete (https://github.com/pytorch/pytorch/pull/179291, torch 2.13).
     """
-    gc.freeze()  # else several collections of garbage visit all objects of torch
     if ended:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # its reader has ended
@@ -71,5 +70,5 @@ if __name__ == "__main__":
     codes: list[int] = []
     atexit.register(_leave, codes)  # the first that is registered is called last
     drop_lines_without_room()
-    codes.append(main(sys.argv[1:]))
+    codes.append(main(sys.argv[1:]) or 0)  # torch returns None for the exit after --help
     sys.exit(codes[0])

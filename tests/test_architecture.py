@@ -188,6 +188,27 @@ def test_launcher_imports_no_torch_no_cloud_no_prefect() -> None:
     assert "prefect" in flows - launcher
 
 
+RANK = """
+import gc, sys
+from importlib.metadata import version
+from importlib.util import find_spec
+from litgpt_demo.__main__ import main
+main(["train", "--help"])
+print(*sys.modules)
+assert find_spec("matplotlib") and version("transformers") and gc.isenabled()
+assert gc.get_freeze_count() > 100_000
+"""
+
+
+def test_rank_imports_no_extras_of_lightning_or_torchmetrics() -> None:
+    """Imports are most of the start of a rank. What it imported is no garbage; later imports find all packages."""
+    done = subprocess.run([sys.executable, "-c", RANK], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    imported = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert {"torch", "lightning", "litgpt"} <= imported
+    unused = {"transformers", "matplotlib", "huggingface_hub", "gigatoken", "pyarrow", "awkward", "pandas", "scipy"}
+    assert imported.isdisjoint({*unused, "google", "wandb", "tensorboard", "torchao", "prefect"})
+
+
 def test_every_file_that_a_package_reads_is_installed_with_it() -> None:
     data = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = {CHECKOUT / package.replace(".", "/"): patterns for package, patterns in data.items()}

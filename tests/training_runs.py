@@ -116,9 +116,9 @@ def alike(first_run: Path, second_run: Path) -> None:
 _RANKS = """
 import json, os, signal, sys
 from multiprocessing import get_context
-from unittest.mock import MagicMock
-sys.modules["transformers"] = MagicMock()  # torchmetrics imports it, for seconds, and no training asks for it
-from litgpt_demo.training import checkpoints, loop, replaying, reporting, saving  # with torch, once for all ranks
+from litgpt_demo.__main__ import LeanImports
+with LeanImports():
+    from litgpt_demo.training import checkpoints, loop, replaying, reporting, saving  # with torch, once for all ranks
 
 reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor
 answers = os.fdopen(os.dup(1), "w")

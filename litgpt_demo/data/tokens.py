@@ -38,8 +38,8 @@ TOKENIZER_FILES = ("tokenizer.json", *(name for name in _COMPANIONS if name != _
 # grows with the square of a word's length. The longest word of Python's standard library has 201 bytes.
 _LONGEST_WORD = 1000
 _CONFIG = TypeAdapter(dict[str, Any])
-# The beginnings of some documents of a batch, which `tokenizers` encodes too, a hundred times as slowly. The next ones are
-# compared after this many bytes of text.
+# The beginnings of some documents of a batch, which `tokenizers` encodes too, a hundred times as slowly. The next
+# comparison comes after this many bytes of text.
 _COMPARED_DOCUMENTS, _COMPARED_CHARACTERS, _COMPARED_EVERY = 32, 1000, 256_000_000
 
 

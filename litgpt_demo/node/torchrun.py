@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import os
 import signal
 import socket
@@ -142,6 +140,5 @@ def _store_on_loopback(host: str, port: int, node_rank: int) -> object:
 
 
 if __name__ == "__main__":
-    atexit.register(gc.freeze)  # as in litgpt_demo.__main__
     drop_lines_without_room()
     sys.exit(main(sys.argv[1:]))

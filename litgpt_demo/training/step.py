@@ -186,10 +186,10 @@ class _Pending:
 
 
 class MetricReducer:
-    """Sums the figures of a step over all ranks, one step late.
+    """Sums the figures of a step over all ranks, on a GPU one step late.
 
-    A step's sums travel to host memory while the next step runs, and are read after it. All ranks read the same sums
-    after the same step, so they decide alike: to report, to stop, to leave.
+    A step's sums travel from a GPU to host memory while the next step runs, and are read after it. All ranks read the
+    same sums after the same step, so they decide alike: to report, to stop, to leave.
     """
 
     def __init__(self, fabric: Fabric) -> None:
@@ -219,8 +219,9 @@ class MetricReducer:
         self._pending.append(_Pending(done=done, sums=sums, ready=ready, submitted=monotonic(), local=local))
 
     def collect(self, *, max_in_flight: int) -> StepResult | None:
-        """Return the oldest step in flight, as soon as its sums are complete; None if at most `max_in_flight` are."""
-        if len(self._pending) <= max_in_flight:
+        """Return the oldest step in flight, as soon as its sums are complete; None if none is, or on a GPU at most
+        `max_in_flight` are."""
+        if len(self._pending) <= (max_in_flight if self._on_gpu else 0):
             return None
         step = self._pending.popleft()
         ended = step.submitted

@@ -522,6 +522,18 @@ def test_a_training_whose_budget_is_spent_stops_and_resumes(
     assert shards(run) == shards(finished)
 
 
+def test_cpu_reports_a_step_before_the_next_begins(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, reported = new_run("run"), list[int]()
+
+    def step(*parts: Any) -> LocalStepStats | None:
+        reported.append(len(rows(run, "step")))
+        return train_step(*parts)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    train(run)
+    assert reported == list(range(12))
+
+
 def test_grace_warning_counts_what_runs_before_a_save() -> None:
     """A step that runs and the one launched behind it; or three micro-batches of it."""
     environ = {"LITGPT_GRACE": "30"}
