@@ -30,7 +30,7 @@ ROUNDS = {
     "diagnosis": 1,
 }
 # Of all of them together, within 25 minutes on two cores.
-TOGETHER = {"dataset": 3, "training": 2, "model": 1, "checkpoint": 5, "pipeline": 2, "commands": 5, "diagnosis": 1}
+TOGETHER = {"dataset": 3, "training": 3, "model": 1, "checkpoint": 5, "pipeline": 3, "commands": 5, "diagnosis": 1}
 
 
 def machine_name(device: str) -> str:

@@ -7,6 +7,7 @@ must; that it is written out here holds the trainer to it in every checkout, wit
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,9 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from bench.training import random_dataset, write_run
+from bench.training import IDS, random_dataset, write_run
 from litgpt_demo.config import ModelConfig
 from litgpt_demo.models import loss
+from litgpt_demo.models.attention import attend
+from litgpt_demo.models.estimates import flops_per_token
+from litgpt_demo.models.loss import Workspace, projected_cross_entropy
+from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import digests
 from litgpt_demo.training.loop import scratch_of
@@ -77,6 +82,38 @@ def seconds_of_digests(training: Training) -> float:
     return (time.perf_counter() - began) / steps
 
 
+def shares_of_peak(precision: str, fastest: float) -> dict[str, tuple[float]]:
+    """Return the share of the machine's fastest matrix product that attention, the loss and a whole step reach."""
+    dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
+    config = litgpt_config(MODEL, vocab_size=IDS)
+    width, rows, length = config.n_embd, config.padded_vocab_size, MODEL.sequence_length
+    matrix = torch.randn(2048, 2048, dtype=dtype)
+    shape = (4, config.n_head, length, config.head_size)
+    queries, keys, values = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
+    hidden, weight = (torch.randn(size, width, requires_grad=True) for size in (4 * length, rows))
+    targets, workspace = torch.randint(IDS, (4 * length,)), Workspace()
+
+    def attention() -> None:
+        attend(queries, keys, values, None, scale=1.0).sum().backward()
+
+    def whole_loss() -> None:
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            projected_cross_entropy(hidden, weight, targets, workspace=workspace).backward()
+
+    works: list[Step] = [lambda _: matrix @ matrix, lambda _: attention(), lambda _: whole_loss()]
+    products, attending, losses = map(min, take_turns(STEPS, *works))
+    peak = 2 * len(matrix) ** 3 / products
+    scores = math.prod(shape) * length / 2  # half of them are in the future
+    seconds = {
+        "attention": (14 * scores, attending),  # two products forward, five backward
+        "loss": (6 * hidden.numel() * rows, losses),
+        "step": (4 * length * flops_per_token(config, length), fastest),
+    }
+    return {
+        f"share of the peak, {part}, {precision}": (flops / time / peak,) for part, (flops, time) in seconds.items()
+    }
+
+
 def take_turns(steps: int, *sides: Step) -> list[list[float]]:
     """Return the seconds of each side's steps, without those of the warm-up."""
     seconds = [list[float]() for _ in sides]
@@ -92,6 +129,7 @@ def take_turns(steps: int, *sides: Step) -> list[list[float]]:
 
 def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
     cuda, seconds, masked = torch.cuda.is_available(), dict[str, list[list[float]]](), list[float]()
+    shares = dict[str, tuple[float]]()
     bf16 = cuda or (rounds > 1 and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # else a step takes a minute
 
     def ratio(name: str, steps: int, *sides: Step) -> float:
@@ -105,6 +143,8 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
             step = partial(train_step, new_training(folder, precision=precision))
             documents = partial(train_step, new_training(folder, precision=precision, attention="documents"))
             masked.append(ratio(f"documents / causal, {precision}", STEPS, documents, step))
+            if not cuda:
+                shares |= shares_of_peak(precision, min(seconds[f"documents / causal, {precision}"][1]))
         off = new_training(folder, precision="32-true", clip_norm=None)
         bare = ratio("trainer / bare loop", BARE_STEPS, partial(train_step, off), bare_step(off))
         fastest = min(seconds["trainer / bare loop"][0])
@@ -114,5 +154,6 @@ def measure(rounds: int) -> tuple[dict[str, Any], dict[str, Any]]:
             "step time with z-loss, average and clipping off / bare loop": (bare, "at most", 1.01),
             "step time with digests / without": (1 + seconds_of_digests(off) / fastest, "at most", 1.01),
             "step time with Muon / AdamW": (ratio("muon / adamw", STEPS, muon, step),),
+            **shares,
         }
     return bars, {"device": torch.cuda.get_device_name() if cuda else "", "seconds": seconds}

@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 42_714,
-    "launcher": 18_459,
+    "source": 43_027,
+    "launcher": 18_468,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 18_998,
-    "bench": 1_143,
-    "tests": 36_907,
+    "litgpt_demo": 19_231,
+    "bench": 1_328,
+    "tests": 37_155,
     "test data": 3_667,
 }
 
