@@ -116,8 +116,8 @@ def alike(first_run: Path, second_run: Path) -> None:
 _RANKS = """
 import json, os, signal, sys
 from multiprocessing import get_context
-from litgpt_demo.__main__ import LeanImports
-with LeanImports():
+from litgpt_demo.imports import importing
+with importing(hidden={"transformers", "matplotlib"}):
     from litgpt_demo.training import checkpoints, loop, replaying, reporting, saving  # with torch, once for all ranks
 
 reporting._LONG_ENOUGH = 0.001  # most of a small training's time would be the measurement of its processor

@@ -248,17 +248,19 @@ def survey(context: PrepContext, shard: Shard, *, by_count: bool = True) -> Shar
     # `by_count` looks into no document if no setting can drop any. It counts empty ones too, which are rare.
     name, data, scratch = file_name(shard.number, "survey.json"), context.data, context.make_scratch()
     recorded = _read_record(context, name, ShardStats, shard)
-    if recorded is not None:
+    if recorded is not None and (recorded.read or by_count):
         return recorded
     if by_count and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
         counts = count_documents(data, shard, scratch)
         if counts is not None:
             _free_copies(context, shard)
             count, size = counts
-            return ShardStats(
+            stats = ShardStats(
                 number=shard.number, shard=_digest_of(shard), documents=count, text_bytes=size, read=False,
                 read_documents=count, read_bytes=size, dropped={},
             )  # fmt: skip
+            _write_record(context, name, stats)
+            return stats
     masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
     bad, bad_places, read_bytes, kept_bytes = 0, list[str](), 0, 0
     for batch in read_shard(data, shard, scratch):
