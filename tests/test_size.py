@@ -12,10 +12,10 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 43_027,
+    "source": 43_029,
     "launcher": 18_468,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 19_231,
+    "litgpt_demo": 19_233,
     "bench": 1_328,
     "tests": 37_155,
     "test data": 3_667,
