@@ -297,8 +297,12 @@ def test_job_of_a_deleted_root_is_neither_adopted_nor_doubled(place: Place) -> N
     """The root was deleted while its job ran, and is made again: the new attempt is 1 too, with another nonce."""
     if place.platform.name == "runai":
         pytest.skip("Run:ai lists jobs by their names alone, which two roots may share")
-    old = job(place, "deleted", SLEEP, root="root", nonce="aaaaaa")
+    begun = place.folder / "begun"
+    text = f"import os, time; open(f'{begun}-{{os.environ[\"RANK\"]}}', 'w'); time.sleep(600)"
+    old = job(place, "deleted", text, root="root", nonce="aaaaaa")
     old_id = place.platform.submit(place.platform.render(old))
+    if place.runs:  # a node that just begins ends where its folder is gone
+        until(lambda: len([*place.folder.glob("begun-*")]) == 2)
     new = place.platform.render(replace(old, nonce="bbbbbb"))
     if place.platform.name != "local":  # whose ids are folders
         assert place.platform.status(new.job_id).state is JobState.ABSENT
