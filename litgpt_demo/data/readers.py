@@ -136,8 +136,7 @@ def read(
             if wrong_format:
                 yield _only(_bad(source, 0, "byte 0", DataError(f"is {wrong_format}")))
                 return
-            if stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8):  # the mark of UTF-8 is not text
-                position = len(stream.read(len(BOM_UTF8)))
+            position = _skip_mark(stream)
         if form == "jsonl":
             yield from _json_lines(stream, source, layout.column, start, position, end, most)
             return
@@ -170,7 +169,8 @@ def count_documents(
     with opened(path, source) as stream:
         if start:
             stream.seek(start)
-        for _, records in _iter_records(stream, separator, start, end, most):
+        position = start or _skip_mark(stream)
+        for _, records in _iter_records(stream, separator, position, end, most):
             if records is None:
                 return None
             if form == "jsonl":
@@ -182,6 +182,12 @@ def count_documents(
             documents += len(records)
             size += sum(map(len, records))
     return documents, size
+
+
+def _skip_mark(stream: io.BufferedReader) -> int:
+    # The mark of UTF-8 is not text. Returns its bytes, 0 if there is none.
+    is_marked = stream.peek(len(BOM_UTF8)).startswith(BOM_UTF8)
+    return len(stream.read(len(BOM_UTF8))) if is_marked else 0
 
 
 def _count_by_footer(path: Path, source: Source, column: str, start: int, end: int | None) -> tuple[int, int] | None:

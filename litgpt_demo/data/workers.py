@@ -252,7 +252,8 @@ def survey(context: PrepContext, shard: Shard, *, by_count: bool = True) -> Shar
         return recorded
     if by_count and data.filters == Filters() and data.on_bad_document == "fail" and data.corpus.max_bytes is None:
         counts = count_documents(data, shard, scratch)
-        if counts is not None:
+        # A single one is read: it may be a bad file, of which no count of documents should complain first.
+        if counts is not None and counts[0] > 1:
             _free_copies(context, shard)
             count, size = counts
             stats = ShardStats(

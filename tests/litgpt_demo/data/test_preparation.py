@@ -169,6 +169,8 @@ def spaced_lines(texts: Sequence[str]) -> bytes:
         ("a.jsonl", '{"text": "a"}\n{"text": ""}\n', None),
         ("a.jsonl", '{"text":""}\n', None),
         ("a.jsonl", '{"text" : ""}\n', (1, 13)),
+        ("a.jsonl", '\ufeff\n{"text": "a"}\n', (1, 13)),
+        ("a.txt", "\ufeffeins<>zwei", (2, 8)),
     ],
 )
 def test_documents_are_counted_by_lines_and_separators(
@@ -178,6 +180,20 @@ def test_documents_are_counted_by_lines_and_separators(
     path = write(tmp_path, {name: content.encode()}) / name
     source = Source(address=str(path), name=name, size=len(content), version="", file=path)
     assert count_documents(path, source, FileFormat(separator="<>"), most=100) == counts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", b'[{"text": "a"}, {"text": "b"}]', "is not a JSON object"),
+        ("a.txt", b"PK\3\4 a", "is a zip archive"),
+    ],
+)
+def test_a_single_bad_file_is_not_called_too_few_documents(
+    name: str, content: bytes, problem: str, tmp_path: Path, tokenizer: TokenizerFile
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        prepared(write(tmp_path / "corpus", {name: content}), tmp_path / "root", tokenizer=tokenizer)
 
 
 def test_max_bytes_of_a_large_corpus_reads_few_shards(tmp_path: Path, tokenizer: TokenizerFile) -> None:
