@@ -281,7 +281,7 @@ class Encoder:
     def encode_some_checked(self, texts: Any) -> tuple[npt.NDArray[np.unsignedinteger[Any]], npt.NDArray[np.int64]]:
         """Do the same as encode, and compare now and then, the first time at once."""
         encoded = self.encode(texts)  # first: the tokenizer makes room for as much as the first call has
-        if self._bytes_to_comparison <= 0:
+        if self._bytes_to_comparison <= 0 and len(texts):  # all of a batch may have been dropped
             self._bytes_to_comparison = _COMPARED_EVERY
             self.compare(texts)
         self._bytes_to_comparison -= texts.nbytes

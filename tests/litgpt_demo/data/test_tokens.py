@@ -155,6 +155,9 @@ def test_tokenizer_with_differing_ids_is_refused(
     unchecked.compare(texts_of("a <tab> b"))
     with pytest.raises(UserError, match="ids of 'a<tab>b' are not those of Hugging Face"):
         unchecked.compare(texts_of("a <tab> b", "a<tab>b"))
+    unchecked.encode_some_checked(texts_of())  # nothing to compare: the next batch is compared instead
+    with pytest.raises(UserError):
+        unchecked.encode_some_checked(texts_of("a<tab>b"))
 
 
 def test_tokenizer_of_a_file_or_checkpoint_is_used_as_it_is(tokenizer: TokenizerFiles, tmp_path: Path) -> None:
