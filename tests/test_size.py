@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 43_029,
+    "source": 43_036,
     "launcher": 18_468,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 19_233,
+    "litgpt_demo": 19_240,
     "bench": 1_328,
-    "tests": 37_159,
+    "tests": 37_178,
     "test data": 3_667,
 }
 
