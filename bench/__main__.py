@@ -46,7 +46,8 @@ def processor() -> str:
 
 
 def is_missed(figure: float, relation: str = "reported", limit: float = 0) -> bool:
-    return (relation == "at least" and figure < limit) or (relation == "at most" and figure > limit)
+    """Say whether a figure misses its target, as one that is not a number does."""
+    return (relation == "at least" and not figure >= limit) or (relation == "at most" and not figure <= limit)
 
 
 def print_table(bars: Mapping[str, list[Any]]) -> None:

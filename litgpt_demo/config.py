@@ -50,7 +50,10 @@ from litgpt_demo.schedules import DECAY_SHAPES, SCHEDULES, Schedule, in_steps, s
 def _docstrings(module: str) -> dict[tuple[str, str], str]:
     """Return the docstrings below the annotated names of a module's classes, by the names of class and attribute."""
     found = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+    source = ""  # an installation of only bytecode has no help texts
+    with suppress(OSError, TypeError):
+        source = inspect.getsource(sys.modules[module])
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             for attribute, below in pairwise(node.body):
                 if isinstance(attribute, ast.AnnAssign) and isinstance(below, ast.Expr):
