@@ -69,7 +69,7 @@ class Collector:
         if self._process is None:
             command = [*PYTHON, "-m", "litgpt_demo", "collect", "--run", self._run.storage.address(), "--on-word"]
             # The ranks may still run. Threads that spin while they wait for each other would take their cores.
-            environment = environment_of_readers(os.environ) | {"OMP_WAIT_POLICY": "PASSIVE"}
+            environment = {"OMP_WAIT_POLICY": "PASSIVE"} | environment_of_readers(os.environ)
             self._process = Child(command, environ=environment)
             self._begun = False
         if begin and not self._begun:

@@ -30,10 +30,16 @@ def noted(folder: Path, number: int) -> int:
 
 def test_error_keeps_its_class_with_its_message(tmp_path: Path) -> None:
     """Tasks that have not begun never do."""
-    over = Event()  # while the first goes on, whose turn it is
+    over = Event()  # both threads wait: one for the first item, whose turn it is, one behind the damaged item
+
+    def step(number: int) -> None:
+        if number not in {1, 2}:
+            over.wait()
+        noted(tmp_path, number)
+
     with MapExecutor(TWO) as executor:
         with pytest.raises(DataError, match=r"^item 2 is damaged$"):
-            next(executor(lambda number: noted(tmp_path, number) if number else over.wait(), range(256)))
+            next(executor(step, range(256)))
         over.set()
     assert not (tmp_path / "255").exists()
 
