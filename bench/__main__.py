@@ -40,9 +40,11 @@ def machine_name(device: str) -> str:
 
 
 def processor() -> str:
-    """Return the processor's name, as Linux tells it."""
-    with Path("/proc/cpuinfo").open() as lines:
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    import torch
+
+    from litgpt_demo.training.reporting import device_name
+
+    return device_name(torch.device("cpu"))
 
 
 def is_missed(figure: float, relation: str = "reported", limit: float = 0) -> bool:

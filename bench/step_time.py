@@ -32,6 +32,7 @@ from litgpt_demo.models.model import litgpt_config
 from litgpt_demo.storage import open_storage
 from litgpt_demo.training import digests
 from litgpt_demo.training.loop import scratch_of
+from litgpt_demo.training.reporting import measured_flops
 from litgpt_demo.training.setup import Training, open_data, open_fabric, set_up
 from litgpt_demo.training.step import train_step
 
@@ -87,22 +88,20 @@ def shares_of_peak(precision: str, fastest: float) -> dict[str, tuple[float]]:
     dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
     config = litgpt_config(MODEL, vocab_size=IDS)
     width, rows, length = config.n_embd, config.padded_vocab_size, MODEL.sequence_length
-    matrix = torch.randn(2048, 2048, dtype=dtype)
     shape = (4, config.n_head, length, config.head_size)
     queries, keys, values = (torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3))
     hidden, weight = (torch.randn(size, width, requires_grad=True) for size in (4 * length, rows))
     targets, workspace = torch.randint(IDS, (4 * length,)), Workspace()
 
-    def attention() -> None:
+    def attention(_: int) -> None:
         attend(queries, keys, values, None, scale=1.0).sum().backward()
 
-    def whole_loss() -> None:
+    def whole_loss(_: int) -> None:
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             projected_cross_entropy(hidden, weight, targets, workspace=workspace).backward()
 
-    works: list[Step] = [lambda _: matrix @ matrix, lambda _: attention(), lambda _: whole_loss()]
-    products, attending, losses = map(min, take_turns(STEPS, *works))
-    peak = 2 * len(matrix) ** 3 / products
+    attending, losses = map(min, take_turns(STEPS, attention, whole_loss))
+    peak = measured_flops(dtype)
     scores = math.prod(shape) * length / 2  # half of them are in the future
     seconds = {
         "attention": (14 * scores, attending),  # two products forward, five backward
@@ -110,7 +109,8 @@ def shares_of_peak(precision: str, fastest: float) -> dict[str, tuple[float]]:
         "step": (4 * length * flops_per_token(config, length), fastest),
     }
     return {
-        f"share of the peak, {part}, {precision}": (flops / time / peak,) for part, (flops, time) in seconds.items()
+        f"share of the peak, {part}, {precision}": (flops / time / measured_flops(dtype),)
+        for part, (flops, time) in seconds.items()
     }
 
 

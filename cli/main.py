@@ -277,8 +277,10 @@ def benchmark_network(
 @app.command()
 def prepare(config: ConfigFile, overrides: Overrides = None, platform_file: PlatformFile = None) -> None:
     """Prepare the dataset of a config, and stop there."""
+    from launcher.config import RunConfig
+
     settings = read_config(config, overrides, platform_file)
-    if not hasattr(settings, "data"):
+    if not isinstance(settings, RunConfig):
         raise ConfigProblem(f"{config} runs a script, which has no dataset; give the config of a training or a sweep")
     sections = {name: getattr(settings, name) for name in ("root", "data", "dataset_workers")}
     _run_in_foreground("flows.train_litgpt:prepare_dataset", sections)
@@ -293,9 +295,11 @@ def sweep(
     replace: Replace = False,
 ) -> None:
     """Run the trials of a config's `sweep` section: a grid, or a random or TPE search."""
+    from launcher.config import SweepConfig
+
     changes = _with_launch(overrides, allow_duplicate=allow_duplicate, replace=replace)
     settings = read_config(config, changes, platform_file)
-    if not hasattr(settings, "sweep"):
+    if not isinstance(settings, SweepConfig):
         raise ConfigProblem(
             f"{config} has no `sweep` section, so nothing varies; add one, as "
             "`sweep={grid: {train.seed: [1, 2]}}`, or use `train-litgpt run`"

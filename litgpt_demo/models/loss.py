@@ -84,10 +84,8 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         for first in range(0, count, rows):
             part = slice(first, min(first + rows, count))
             chunk = products[: part.stop - first]
-            if dtype != precise and device.type == "cuda":  # which has one block, and sums in its precision
-                torch.mm(inputs[part], matrix.T, out_dtype=precise, out=logits[: len(chunk)])
-            else:
-                torch.mm(inputs[part], matrix.T, out=chunk)
+            # On a GPU a chunk is one block, and the product is summed in its precision.
+            _multiply(inputs[part], matrix.T, out=logits[: len(chunk)] if device.type == "cuda" else chunk)
             for start in range(0, len(chunk), rows_of_block):
                 multiplied = chunk[start : start + rows_of_block]
                 block = multiplied
@@ -203,8 +201,6 @@ def _multiply(
         product = torch.mm(first, second, out=workspace)
         if add:
             out.add_(product, alpha=alpha)
-        elif alpha == 1:
-            out.copy_(product)
         else:
             # A plain number would be rounded to the product's type.
             torch.mul(product, out.new_tensor([alpha]), out=out)
