@@ -108,10 +108,7 @@ def shares_of_peak(precision: str, fastest: float) -> dict[str, tuple[float]]:
         "loss": (6 * hidden.numel() * rows, losses),
         "step": (4 * length * flops_per_token(config, length), fastest),
     }
-    return {
-        f"share of the peak, {part}, {precision}": (flops / time / measured_flops(dtype),)
-        for part, (flops, time) in seconds.items()
-    }
+    return {f"share of the peak, {part}, {precision}": (flops / time / peak,) for part, (flops, time) in seconds.items()}
 
 
 def take_turns(steps: int, *sides: Step) -> list[list[float]]:
