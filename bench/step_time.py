@@ -103,12 +103,12 @@ def shares_of_peak(precision: str, fastest: float) -> dict[str, tuple[float]]:
     attending, losses = map(min, take_turns(STEPS, attention, whole_loss))
     peak = measured_flops(dtype)
     scores = math.prod(shape) * length / 2  # half of them are in the future
-    seconds = {
+    parts = {
         "attention": (14 * scores, attending),  # two products forward, five backward
         "loss": (6 * hidden.numel() * rows, losses),
         "step": (4 * length * flops_per_token(config, length), fastest),
     }
-    return {f"share of the peak, {part}, {precision}": (flops / time / peak,) for part, (flops, time) in seconds.items()}
+    return {f"share of the peak, {part}, {precision}": (flops / time / peak,) for part, (flops, time) in parts.items()}
 
 
 def take_turns(steps: int, *sides: Step) -> list[list[float]]:
