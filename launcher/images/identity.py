@@ -90,9 +90,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def bill_of_materials(identity: SoftwareIdentity, image: Image) -> str | None:
     """Return the bill as JSON; None for an image whose packages we do not know: prebuilt, or of another Dockerfile."""
     if identity.image is None:
-        packages: dict[str, str] = {
-            canonicalize_name(package.name): package.version for package in metadata.distributions()
-        }
+        described = [package.metadata for package in metadata.distributions()]  # parsed once: 0.1 s of hundreds
+        packages: dict[str, str] = {canonicalize_name(found["Name"]): found["Version"] for found in described}
     elif isinstance(image, BuiltImage) and image.dockerfile is None and image.installed is not None:
         # The packages that pip takes from a lock of `make lock` for an image with these contents.
         lock, contents = (Path(image.context) / image.installed.lock).read_text("utf-8"), image.contents

@@ -150,6 +150,12 @@ def count_documents(data: DataConfig, shard: Shard, scratch: Path) -> tuple[int,
     return sum(documents for documents, _ in counts), sum(size for _, size in counts)
 
 
+def has_local_footers(data: DataConfig, shard: Shard) -> bool:
+    """Return whether the shard is of Parquet files on this machine, which are counted by their footers."""
+    layout = FileFormat.of(data.corpus)
+    return all(part.source.file is not None and layout.format_of(part.source.name) == "parquet" for part in shard.parts)
+
+
 def unseen_separator(corpus: Corpus, sources: Sequence[Source]) -> Iterator[Finding]:
     layout = FileFormat.of(corpus)
     separator = layout.separator

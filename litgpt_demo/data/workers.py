@@ -23,7 +23,7 @@ from litgpt_demo.config import DataConfig, Filters, Settings, TrainedTokenizer, 
 from litgpt_demo.data.dataset import PlannedDataset
 from litgpt_demo.data.fetching import forget
 from litgpt_demo.data.readers import BadDocument, first_few, text_edges
-from litgpt_demo.data.shards import Shard, count_documents, documents, read_shard
+from litgpt_demo.data.shards import Shard, count_documents, documents, has_local_footers, read_shard
 from litgpt_demo.data.tokens import Encoder, TokenizerFiles, train_tokenizer
 from litgpt_demo.documents import FileRecord, parse_json
 from litgpt_demo.errors import DataError
@@ -260,7 +260,8 @@ def survey(context: PrepContext, shard: Shard, *, by_count: bool = True) -> Shar
                 number=shard.number, shard=_digest_of(shard), documents=count, text_bytes=size, read=False,
                 read_documents=count, read_bytes=size, dropped={},
             )  # fmt: skip
-            _write_record(context, name, stats)
+            if not has_local_footers(data, shard):  # which takes no longer than a record
+                _write_record(context, name, stats)
             return stats
     masks, digests, dropped = [np.empty(0, dtype=bool)], list[bytes](), Counter[str]()
     bad, bad_places, read_bytes, kept_bytes = 0, list[str](), 0, 0

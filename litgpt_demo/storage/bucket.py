@@ -125,19 +125,8 @@ class BucketStorage(Storage):
         return replace(wanted, path=base.clean_path(path))
 
     def create(self, path: str, data: bytes) -> bool:
-        wanted, is_first = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data))), True
-
-        def attempt() -> bool:
-            # The first attempt sends at once: one request instead of two. If the object exists, 412 makes another one.
-            nonlocal is_first
-            existing = None if is_first else self._head(wanted.path)
-            is_first = False
-            if existing is not None:
-                return metadata(existing) == wanted
-            self._send(wanted, lambda: io.BytesIO(data), None)
-            return True
-
-        return self._retry_transient(self.address(path), _USER, attempt)
+        wanted = ObjectInfo(self._file(path), *base.copy_with_crc(io.BytesIO(data)))
+        return self._put(wanted, lambda: io.BytesIO(data), is_new=True, replaces=False)
 
     @_retrying(_VIEWER)
     def stat(self, path: str) -> ObjectInfo:
@@ -150,7 +139,7 @@ class BucketStorage(Storage):
                 wanted = self._upload_in_parts(source, name)
             else:
                 wanted = ObjectInfo(name, *base.content_of(source))
-                self._put(wanted, lambda: source.open("rb"))
+                self._put(wanted, lambda: source.open("rb"), is_new=True)
             if move:
                 source.unlink()
         return replace(wanted, path=base.clean_path(path))
@@ -177,7 +166,7 @@ class BucketStorage(Storage):
             if existing is None or metadata(existing) != wanted:
                 stored = set(map(metadata, self._listed(key)))
                 self._each(
-                    lambda part: self._put(part, lambda: content(parts[part])),
+                    lambda part: self._put(part, lambda: content(parts[part]), is_new=True),
                     [part for part in parts if part not in stored],
                 )
                 blobs = {metadata(blob): blob for blob in self._listed(key)}
@@ -327,15 +316,23 @@ class BucketStorage(Storage):
                 fix=f"check its name, or run `gcloud storage buckets create {self._address('')}`",
             ) from None
 
-    def _put(self, wanted: ObjectInfo, source: Callable[[], BinaryIO]) -> None:
-        """Upload `source` to the object. If it has that content already, as after a lost answer, nothing is sent."""
+    def _put(
+        self, wanted: ObjectInfo, source: Callable[[], BinaryIO], *, is_new: bool = False, replaces: bool = True
+    ) -> bool:
+        """Upload `source` to the object, and return whether it has that content. If it has it already, as after a lost
+        answer, nothing is sent. One that is probably new is sent at once: one request instead of two. If it exists, 412
+        makes another one."""
 
-        def attempt() -> None:
-            existing = self._head(wanted.path)
-            if existing is None or metadata(existing) != wanted:
-                self._send(wanted, source, existing)
+        def attempt() -> bool:
+            nonlocal is_new
+            existing = None if is_new else self._head(wanted.path)
+            is_new = False
+            if existing is not None and (metadata(existing) == wanted or not replaces):
+                return metadata(existing) == wanted
+            self._send(wanted, source, existing)
+            return True
 
-        self._retry_transient(self._address(wanted.path), _USER, attempt)
+        return self._retry_transient(self._address(wanted.path), _USER, attempt)
 
     def _send(self, wanted: ObjectInfo, source: Callable[[], BinaryIO], existing: Any | None) -> None:
         blob = self._handle.blob(wanted.path, chunk_size=_CHUNK)
