@@ -12,12 +12,12 @@ SOURCE = ("cli", "deployments", "flows", "tasks", "launcher", "litgpt_demo", "tr
 
 # Part, and lines: Python for all but "test data", which is everything else below tests/ but the log of real tests.
 ALLOWED = {
-    "source": 43_042,
+    "source": 43_045,
     "launcher": 18_467,
     "launcher/platforms/kubernetes": 3_002,
-    "litgpt_demo": 19_243,
+    "litgpt_demo": 19_246,
     "bench": 1_328,
-    "tests": 37_214,
+    "tests": 37_221,
     "test data": 3_667,
 }
 

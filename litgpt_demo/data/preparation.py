@@ -510,7 +510,7 @@ def _cut(context: PrepContext, path: Path, start: int, end: int) -> FileRecord:
             content.seek(start)
             for position in range(start, end, _BLOCK):
                 file.write(content.read(min(_BLOCK, end - position)))
-        return FileRecord.of(context.progress_store.upload(part, part.name, move=True))
+        return FileRecord.of(context.progress_store.upload(part, part.name, move=True, is_new=True))
 
 
 def _join(context: PrepContext, name: str, pieces: Sequence[workers.TokenPiece], files: Sequence[_SplitFile]) -> Split:

@@ -461,7 +461,7 @@ def _stored(context: PrepContext, piece: _Piece) -> TokenPiece:
         return TokenPiece(documents=0, tokens=0, file=None)
     folder = context.local_pieces_dir
     is_left = folder is not None and os.access(folder, os.W_OK) and len(list(folder.iterdir())) < _WAITING
-    stored = context.progress_store.upload(piece.path, piece.path.name, move=not is_left)
+    stored = context.progress_store.upload(piece.path, piece.path.name, move=not is_left, is_new=True)
     if folder is not None and is_left:
         piece.path.replace(folder / piece.path.name)
     return TokenPiece(documents=piece.documents, tokens=piece.tokens, file=FileRecord.of(stored))

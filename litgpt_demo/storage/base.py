@@ -132,8 +132,11 @@ class Storage(ABC):
         """Return size and checksum; a local file is read for it."""
 
     @abstractmethod
-    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
-        """Put the content of a local file at `path`; with `move`, `source` is gone, on one file system by a rename."""
+    def upload(self, source: Path, path: str, *, move: bool = False, is_new: bool = False) -> ObjectInfo:
+        """Put the content of a local file at `path`; with `move`, `source` is gone, on one file system by a rename.
+
+        `is_new` states that the path is the caller's own and still free: a bucket is sent the content at once.
+        """
 
     @abstractmethod
     def download(self, path: str, target: Path) -> ObjectInfo:

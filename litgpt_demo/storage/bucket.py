@@ -132,14 +132,14 @@ class BucketStorage(Storage):
     def stat(self, path: str) -> ObjectInfo:
         return self._stored(self._found(self._file(path)))
 
-    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
+    def upload(self, source: Path, path: str, *, move: bool = False, is_new: bool = False) -> ObjectInfo:
         name = self._file(path)
         with translate_os_errors(str(source)):
             if source.stat().st_size > 2 * self.part_size:
                 wanted = self._upload_in_parts(source, name)
             else:
                 wanted = ObjectInfo(name, *base.content_of(source))
-                self._put(wanted, lambda: source.open("rb"), is_new=True)
+                self._put(wanted, lambda: source.open("rb"), is_new=is_new)
             if move:
                 source.unlink()
         return replace(wanted, path=base.clean_path(path))
@@ -320,8 +320,8 @@ class BucketStorage(Storage):
         self, wanted: ObjectInfo, source: Callable[[], BinaryIO], *, is_new: bool = False, replaces: bool = True
     ) -> bool:
         """Upload `source` to the object, and return whether it has that content. If it has it already, as after a lost
-        answer, nothing is sent. One that is probably new is sent at once: one request instead of two. If it exists, 412
-        makes another one."""
+        answer, nothing is sent. A new one is sent at once: one request instead of two. If it exists, 412 makes another
+        one."""
 
         def attempt() -> bool:
             nonlocal is_new

@@ -107,7 +107,7 @@ class LocalStorage(Storage):
         with translate_os_errors(self.address(path)), self._present(path).open("rb") as file:
             return ObjectInfo(base.clean_path(path), *base.copy_with_crc(file))
 
-    def upload(self, source: Path, path: str, *, move: bool = False) -> ObjectInfo:
+    def upload(self, source: Path, path: str, *, move: bool = False, is_new: bool = False) -> ObjectInfo:
         final = self._file(path)
         with translate_os_errors(str(source)):
             needed = source.stat().st_size

@@ -239,7 +239,7 @@ def test_every_verb_survives_a_fault(
         assert spoilt("download", kind).download("a/b", tmp_path / kind) == stored
         assert (tmp_path / kind).read_bytes() == data
     assert spoilt("upload", "flip request").write("a/c", data).crc32c == stored.crc32c
-    assert spoilt("upload").upload(tmp_path / do, "a/d").crc32c == stored.crc32c
+    assert spoilt("upload").upload(tmp_path / do, "a/d", is_new=True).crc32c == stored.crc32c
     spoilt("delete").remove("a")
     assert bucket.list() == []
 
@@ -277,21 +277,28 @@ def test_a_late_request_does_not_touch_a_newer_object(bucket: BucketStorage, pro
     assert bucket.read("metrics.jsonl") == b"1\n2\n3\n"
 
 
-def test_new_file_takes_one_request_and_replaces_an_old_one(
+def test_new_file_takes_one_request_and_another_is_sent_once(
     bucket: BucketStorage, proxy: FaultyBucket, tmp_path: Path
 ) -> None:
     file = tmp_path / "file"
-    for content, requests in ((b"new", ["upload"]), (b"other", ["upload", "look", "upload"])):
+    for content, is_new, requests in (
+        (b"new", True, ["upload"]),
+        (b"other", True, ["upload", "look", "upload"]),
+        (b"other", False, ["look"]),
+        (b"third", False, ["look", "upload"]),
+    ):
         file.write_bytes(content)
         proxy.arm()
-        bucket.upload(file, "piece")
+        bucket.upload(file, "piece", is_new=is_new)
         assert proxy.seen == requests
         assert bucket.read("piece") == content
     proxy.arm(FailureClass(on="upload", do="hold"))
-    assert bucket.upload(file, "late") == bucket.write("late", b"other") == bucket.stat("late")
-    bucket.write("late", b"newer")
+    bucket.upload(file, "piece")
+    file.write_bytes(b"fourth")
+    bucket.upload(file, "piece")
+    bucket.remove("piece")
     assert proxy.release() == [412]
-    assert bucket.read("late") == b"newer"
+    assert not bucket.exists("piece")
 
 
 def test_first_of_two_creators_wins(bucket: BucketStorage, proxy: FaultyBucket) -> None:
